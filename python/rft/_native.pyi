@@ -1,0 +1,133 @@
+"""Types of the Rust extension (rust/rft-py). Thin: arguments in, plain arrays and JSON out, GIL released."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+__version__: str
+
+class NativeError(Exception):
+    """Every failure of the core: `where`, `problem`, `wanted`, `do` as in rft.errors.RftError, and `kind` (data, template, tokenizer, store, io, full)."""
+
+    kind: str
+    where: str
+    problem: str
+    wanted: str
+    do: str
+
+def prepare(
+    spec: str,
+    out: str,
+    on_progress: Callable[[int, int, int], None] | None = None,
+    render: Callable[[list[str]], list[tuple[str, list[tuple[int, int]]] | str]] | None = None,
+) -> str:
+    """Read, render, tokenise and mask the sources of `spec` (JSON) into the store folder `out`; returns the counts as JSON.
+
+    on_progress(bytes_read, bytes_total, rows). render: in place of minijinja; takes a block of conversations (JSON each)
+    and gives for each the text and the trained spans (character offsets), or a string that is the error.
+    """
+
+def store_key(spec: str) -> str:
+    """Content key (hex) of what `prepare(spec, ...)` would write: xxh3 of files' content, tokenizer, template, options, format version."""
+
+def key_inputs(spec: str) -> str:
+    """What goes into the key, as JSON: one entry an input with its hash."""
+
+class Template:
+    """A compiled chat template (minijinja)."""
+
+    def __init__(self, source: str, special: dict[str, str]) -> None: ...
+    def render(self, conversation: str, add_generation_prompt: bool = False) -> tuple[str, list[tuple[int, int]]]:
+        """Text and generation spans (character offsets) of one conversation, given as JSON {messages, tools?, ...}."""
+
+class Tokenizer:
+    """A tokenizer.json, as the data path uses it."""
+
+    def __init__(self, json: str) -> None: ...
+    def encode(self, text: str) -> NDArray[np.uint32]:
+        """Ids; added tokens are recognised, no post-processing."""
+    def encode_text(self, text: str) -> NDArray[np.uint32]:
+        """Ids of ordinary text: control tokens spelled in it stay text."""
+    def decode(self, ids: NDArray[np.uint32]) -> str: ...
+    def tokens(self, ids: NDArray[np.uint32]) -> list[str]:
+        """Each id's own text, for display; bytes that are no UTF-8 alone become U+FFFD."""
+
+class Store:
+    """A prepared set, memory-mapped and checked against its manifest."""
+
+    def __init__(self, path: str) -> None: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def key(self) -> str: ...
+    @property
+    def num_documents(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def manifest(self) -> str: ...
+    def lengths(self) -> NDArray[np.uint32]: ...
+    def trained(self) -> NDArray[np.uint32]:
+        """Tokens of each document that carry a trained bit."""
+    def document(self, index: int) -> tuple[NDArray[np.uint32], NDArray[np.bool_], NDArray[np.float32] | None]:
+        """Ids, trained bits, weights of one document."""
+    def origin(self, index: int) -> tuple[str, int]:
+        """File and line (from 1) that the document came from."""
+
+class Plan:
+    """Which pieces of which documents make which pack: the same on every rank; a function of its arguments alone."""
+
+    def __init__(
+        self, store: Store, seq_len: int, packing: str, overlong: str, seed: int, epoch: int, shuffle: bool = True
+    ) -> None: ...
+    @property
+    def hash(self) -> str: ...
+    @property
+    def num_packs(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_label_tokens(self) -> int: ...
+    @property
+    def fill(self) -> float:
+        """Tokens over packs x seq_len; for packing "none" over the padded lengths of single rows."""
+    @property
+    def counts(self) -> dict[str, int]:
+        """documents, split_documents, pieces, truncated_documents, truncated_tokens, dropped_documents, dropped_tokens, unlabelled_documents."""
+    def pack(self, index: int) -> list[tuple[int, int, int]]:
+        """(document, start, length) of each piece of a pack."""
+    def pack_tokens(self) -> NDArray[np.uint32]: ...
+    def pack_labels(self) -> NDArray[np.uint32]:
+        """Labels (after the shift) of each pack."""
+
+class Stream:
+    """This rank's micro-batches, filled ahead by one thread into buffers that the caller owns.
+
+    Buffers: ids, labels, positions i64 [capacity]; cu_seqlens i32 [capacity + 1]; weights f32 [capacity] or None.
+    They must stay alive and untouched from `submit` until `take` has returned that slot and the caller is done.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        rank: int,
+        world_size: int,
+        micro_batch: int,
+        packs_per_step: int,
+        start_step: int,
+        pad_id: int,
+        capacity: int,
+    ) -> None: ...
+    @property
+    def num_steps(self) -> int: ...
+    def submit(
+        self, slot: int, ids: int, labels: int, positions: int, cu_seqlens: int, weights: int | None
+    ) -> None:
+        """Hand over a slot by the addresses of its buffers; the thread fills the next micro-batch into it."""
+    def take(self) -> dict[str, Any] | None:
+        """The next micro-batch, in order: slot, step, last (of its step), tokens (T), documents, max_length, num_tokens,
+        num_label_tokens, label_weight, num_packs, pack_tokens (real tokens of each pack), lengths (of all documents, fill-up included). None at the end. Raises what the thread met."""
+    def close(self) -> None: ...

@@ -1,0 +1,16 @@
+"""[loss]: the loss head."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import PositiveInt
+
+from rft.config.table import Table
+
+
+class LossConfig(Table):
+    """Next-token cross entropy; the logits are never held whole."""
+
+    chunk_rows: PositiveInt | Literal["auto"] = "auto"
+    """Labelled tokens whose logits exist at one time."""
