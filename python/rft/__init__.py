@@ -22,6 +22,7 @@ def train(config: str | Path | dict[str, Any] | Config, *, rows: Iterable[dict[s
     rows: an iterable of rows that stands in for the path of the only `[[data.train]]`.
     Raises `rft.errors.RftError` where the command would print an error block.
     """
+    from rft.report import write_report
     from rft.training.api import train as run
 
-    return run(config, rows=rows)
+    return run(config, rows=rows, report=write_report)

@@ -9,7 +9,10 @@ from numpy.typing import NDArray
 __version__: str
 
 class NativeError(Exception):
-    """Every failure of the core: `where`, `problem`, `wanted`, `do` as in rft.errors.RftError, and `kind` (data, template, tokenizer, store, io, full)."""
+    """Every failure of the core: `where`, `problem`, `wanted`, `do` as in rft.errors.RftError, and `kind`.
+
+    kind: data, template, tokenizer, store, io, full (the disk), or argument (a fault of the caller).
+    """
 
     kind: str
     where: str
@@ -38,7 +41,10 @@ def key_inputs(spec: str) -> str:
 class Template:
     """A compiled chat template (minijinja)."""
 
-    def __init__(self, source: str, special: dict[str, str]) -> None: ...
+    def __init__(self, source: str, special: dict[str, str] | dict[str, str | None]) -> None: ...
+    @property
+    def tagged(self) -> bool:
+        """Whether the template says itself what is generated."""
     def render(self, conversation: str, add_generation_prompt: bool = False) -> tuple[str, list[tuple[int, int]]]:
         """Text and generation spans (character offsets) of one conversation, given as JSON {messages, tools?, ...}."""
 
@@ -67,7 +73,13 @@ class Store:
     @property
     def num_tokens(self) -> int: ...
     @property
-    def manifest(self) -> str: ...
+    def manifest(self) -> str:
+        """The text of manifest.json (docs/store-format.md)."""
+    @property
+    def has_weights(self) -> bool:
+        """Whether tokens have weights of their own: then `Stream.submit` wants a buffer for them."""
+    def verify(self) -> None:
+        """Compares the hash of every file with the manifest; opening does so for sets up to 256 MiB."""
     def lengths(self) -> NDArray[np.uint32]: ...
     def trained(self) -> NDArray[np.uint32]:
         """Tokens of each document that carry a trained bit."""
@@ -95,7 +107,10 @@ class Plan:
         """Tokens over packs x seq_len; for packing "none" over the padded lengths of single rows."""
     @property
     def counts(self) -> dict[str, int]:
-        """documents, split_documents, pieces, truncated_documents, truncated_tokens, dropped_documents, dropped_tokens, unlabelled_documents."""
+        """documents, split_documents, pieces, truncated_documents, truncated_tokens, dropped_documents, dropped_tokens, unlabelled_documents, unlabelled_tokens.
+
+        Tokens of the set = num_tokens + truncated_tokens + dropped_tokens + unlabelled_tokens.
+        """
     def pack(self, index: int) -> list[tuple[int, int, int]]:
         """(document, start, length) of each piece of a pack."""
     def pack_tokens(self) -> NDArray[np.uint32]: ...

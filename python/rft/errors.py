@@ -11,6 +11,8 @@ class RftError(Exception):
     """
 
     exit_code = 1
+    others: tuple[RftError, ...] = ()
+    """Further errors of the same kind, found at the same time: printed after this one."""
 
     def __init__(self, where: str, problem: str, *, wanted: str = "", do: str = ""):
         super().__init__(where, problem)

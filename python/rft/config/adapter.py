@@ -45,6 +45,4 @@ def _name(value: Any) -> str:
     return value.get("name", "lora") if isinstance(value, dict) else getattr(value, "name", "lora")
 
 
-AdapterConfig = Annotated[
-    Annotated[LoraConfig, Tag("lora")] | Annotated[FullConfig, Tag("none")], Discriminator(_name)
-]
+AdapterConfig = Annotated[Annotated[LoraConfig, Tag("lora")] | Annotated[FullConfig, Tag("none")], Discriminator(_name)]

@@ -90,7 +90,7 @@ class AdamWConfig(Table):
     """Peak learning rate. auto: 2e-4 for LoRA, 1e-5 for full fine-tuning."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay."""
-    betas: list[float] = Field([0.9, 0.999], min_length=2, max_length=2)
+    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field([0.9, 0.999], min_length=2, max_length=2)
     """Decay of the first and second moment."""
     eps: PositiveFloat = 1e-8
     """Added to the denominator."""

@@ -1,0 +1,56 @@
+"""How long `rft --help` and the refusal of a wrong option take, as whole processes."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from results import Results
+
+CONFIG = '[model]\npath = "org/model"\n[[data.train]]\npath = "rows.jsonl"\n'
+COMMANDS = {  # case -> (command, text of chat.toml, exit status)
+    "ease/help": (["--help"], "", 0),
+    "ease/help-of-train": (["train", "--help"], "", 0),
+    "ease/refusal/unknown-option": (["train", "chat.toml", "--sett", "x=1"], CONFIG, 2),
+    "ease/refusal/unknown-key": (["train", "chat.toml"], CONFIG + "[optim]\nmomentun = 0.9\n", 2),
+    "ease/refusal/contradiction": (
+        ["train", "chat.toml"],
+        CONFIG + "[train]\naccumulate = 2\ntokens_per_step = 2\n",
+        2,
+    ),
+    "ease/refusal/missing-data": (["train", "chat.toml"], CONFIG.replace("rows", "rowz"), 2),
+}
+
+
+def seconds(command: list[str], folder: str, status: int) -> float:
+    """Wall clock of one process, start to exit."""
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-P", "-m", "rft", *command], cwd=folder, capture_output=True, check=False)
+    taken = time.perf_counter() - start
+    if done.returncode != status:
+        raise SystemExit(f"{command}: exit status {done.returncode}, expected {status}\n{done.stderr.decode()}")
+    return taken
+
+
+def main() -> None:
+    """Every case in turn, `--repeats` times; the first of each, which warms the file cache, is not counted."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--results", type=Path, help="append result lines here")
+    parser.add_argument("--repeats", type=int, default=15)
+    args = parser.parse_args()
+    results = Results(args.results)
+    for case, (command, text, status) in COMMANDS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "chat.toml").write_text(text, encoding="utf-8")
+            Path(folder, "rows.jsonl").write_text("{}\n", encoding="utf-8")
+            seconds(command, folder, status)
+            results.add(case, "rft", "seconds", [seconds(command, folder, status) for _ in range(args.repeats)])
+
+
+if __name__ == "__main__":
+    main()

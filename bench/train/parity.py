@@ -1,0 +1,100 @@
+"""Losses of 20 steps against transformers + PEFT on the real SmolLM2 and GSM8K, in fp32, packs of 4096 tokens.
+
+    python bench/train/parity.py --model DIR --train train.jsonl [--device cuda] [--results FILE]
+
+rft trains packed; the reference is a plain transformers + PEFT loop over the same documents, each alone, in the same order,
+with eager attention. The figure is the largest relative difference of a step's loss; above 1e-4 the status is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "tests")]
+
+import torch
+
+from results import Results
+from rft.config.load import load_config
+from rft.parallel.mesh import join_world
+from rft.training import loop, setup
+from support.reference import train_reference
+
+NEEDS = "a SmolLM2-135M-Instruct folder and GSM8K's train.jsonl"
+STEPS = 20
+ALLOWED = 1e-4
+
+
+def compare(args: argparse.Namespace, adapter: str, packing: str, folder: Path) -> float:
+    """Largest relative difference of a step's loss."""
+    lora = {"name": "lora", "r": 16} if adapter == "lora" else {"name": "none"}
+    source = {
+        "path": str(args.train),
+        "format": "prompt_completion",
+        "fields": {"prompt": "question", "completion": "answer"},
+    }
+    config = load_config(
+        {
+            "model": {"path": str(args.model)},
+            "adapter": lora,
+            "data": {
+                "train": [source],
+                "seq_len": args.seq_len,
+                "packing": packing,
+                "store": str(folder / "sets"),
+            },
+            "train": {"precision": "fp32", "accumulate": 2, "max_steps": STEPS, "out": str(folder / "run")},
+        }
+    )
+    job = setup.inspect_job(config, join_world(args.device))
+    setup.add_data(job, None)
+    (folder / "run").mkdir()
+    run = setup.build_run(job, folder / "run", None)
+    steps = [step for step, _ in zip(run.loader.steps(0, run.packs_per_step), range(STEPS), strict=False)]
+    rates = [run.schedule.peaks[0] * run.schedule.lr_ratio(step) for step in range(STEPS)]
+    start = {name.removeprefix("model."): t.clone() for name, t in run.optimizer.named_masters().items()}
+    result = loop.train(run)
+    lines = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if line["kind"] == "train"]
+    reference = train_reference(
+        args.model,
+        steps,
+        rates,
+        lora={"r": 16, "lora_alpha": 32, "target_modules": "all-linear"} if adapter == "lora" else None,
+        initial=start if adapter == "lora" else None,
+        device=args.device,
+    )
+    pairs = zip(losses, reference.losses, strict=True)
+    return max(abs(ours - theirs) / theirs for ours, theirs in pairs)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=lambda p: Path(p).resolve(), required=True)
+    parser.add_argument("--train", type=lambda p: Path(p).resolve(), required=True)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seq-len", type=int, default=4096)
+    parser.add_argument("--results", type=Path)
+    args = parser.parse_args()
+    results = Results(args.results)
+    worst = 0.0
+    for adapter in ("lora", "none"):
+        for packing in ("stream", "none"):
+            with tempfile.TemporaryDirectory() as folder:
+                error = compare(args, adapter, packing, Path(folder))
+            worst = max(worst, error)
+            name = {"lora": "lora", "none": "full"}[adapter]
+            shape = "packed" if packing == "stream" else "unpacked"
+            case = f"parity/smollm2-135m/{name}-fp32/gsm8k-{shape}-{args.seq_len}"
+            results.add(case, "rft", "largest_relative_loss_difference", error)
+    print(f"largest relative difference of a loss over {STEPS} steps: {worst:.2e}, allowed {ALLOWED:.0e}")
+    return 0 if worst <= ALLOWED else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

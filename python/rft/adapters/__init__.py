@@ -1,0 +1,1 @@
+"""What is trained beside the base weights: LoRA through PEFT."""

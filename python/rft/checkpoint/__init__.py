@@ -1,0 +1,1 @@
+"""Checkpoints: complete or invisible, safetensors and JSON only; and the folders that a run hands out."""

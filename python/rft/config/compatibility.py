@@ -1,0 +1,275 @@
+"""What does not go together, as tables: rules over several keys, values refused with a reason, words of other programs.
+
+Validation (`load.py`), the reference page (docs/config.md) and the tests read the same tables. What depends on the machine
+or the model is decided later, by `rft.training.resolve`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from rft.config.adapter import LoraConfig
+from rft.config.optim import WsdSchedule
+from rft.config.root import Config
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A combination that is refused.
+
+    keys: the keys it is about, the first named in the error. when: true where the config breaks it. message: what is wrong.
+    do: what to write instead. example: the smallest tables that break it (merged into a minimal config by the tests).
+    """
+
+    name: str
+    keys: tuple[str, ...]
+    when: Callable[[Config], bool]
+    message: str
+    do: str
+    example: dict[str, Any]
+
+
+def is_set(table: BaseModel, key: str) -> bool:
+    """Whether the user gave the key a value: defaults never conflict."""
+    return key in table.model_fields_set and getattr(table, key) is not None
+
+
+def has_held_out(config: Config) -> bool:
+    """Whether there is data for the held-out loss."""
+    return bool(config.data.eval) or config.data.eval_fraction > 0
+
+
+def _adapter_shape_given(config: Config) -> bool:
+    adapter = config.adapter
+    shape = ("r", "alpha", "targets", "rslora", "dora", "init", "bias", "modules_to_save")
+    return isinstance(adapter, LoraConfig) and adapter.path is not None and any(is_set(adapter, key) for key in shape)
+
+
+def _init_needs_whole_weights(config: Config) -> bool:
+    return (
+        isinstance(config.adapter, LoraConfig)
+        and config.adapter.init in ("pissa", "olora")
+        and config.parallel.data == "shard"
+    )
+
+
+def _phases_too_long(config: Config) -> bool:
+    schedule = config.optim.schedule
+    return isinstance(schedule, WsdSchedule) and (schedule.warmup_ratio or 0.0) + schedule.decay_ratio > 1
+
+
+_NO_HELD_OUT_DO = "add data.eval_fraction = 0.05 or an [[data.eval]] table, or leave the key out"
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "two step sizes",
+        ("train.tokens_per_step", "train.accumulate"),
+        lambda c: is_set(c.train, "tokens_per_step") and is_set(c.train, "accumulate"),
+        "both say how large an optimizer step is",
+        "keep one: tokens_per_step counts tokens over all ranks, accumulate counts micro-batches on each rank",
+        {"train": {"tokens_per_step": 32768, "accumulate": 4}},
+    ),
+    Rule(
+        "two warm-ups",
+        ("optim.schedule.warmup_steps", "optim.schedule.warmup_ratio"),
+        lambda c: is_set(c.optim.schedule, "warmup_steps") and is_set(c.optim.schedule, "warmup_ratio"),
+        "both say how long the warm-up is",
+        "keep one: a number of optimizer steps, or a share of all steps (rounded up)",
+        {"optim": {"schedule": {"name": "cosine", "warmup_steps": 7, "warmup_ratio": 0.1}}},
+    ),
+    Rule(
+        "warm-up and decay over 100 %",
+        ("optim.schedule.decay_ratio", "optim.schedule.warmup_ratio"),
+        _phases_too_long,
+        "warm-up and decay together are longer than the run",
+        "lower one of them, so that their sum is at most 1",
+        {"optim": {"schedule": {"name": "wsd", "decay_ratio": 0.7, "warmup_ratio": 0.5}}},
+    ),
+    Rule(
+        "two held-out sets",
+        ("data.eval_fraction", "data.eval"),
+        lambda c: c.data.eval_fraction > 0 and bool(c.data.eval),
+        "both say which rows are held out",
+        "keep [[data.eval]] for a file of its own, or eval_fraction for a share of the training rows",
+        {"data": {"eval_fraction": 0.1, "eval": [{"path": "rows.jsonl"}]}},
+    ),
+    Rule(
+        "early stop without held-out data",
+        ("train.early_stop", "data.eval", "data.eval_fraction"),
+        lambda c: c.train.early_stop is not None and not has_held_out(c),
+        "needs a held-out loss, and no data is held out",
+        _NO_HELD_OUT_DO,
+        {"train": {"early_stop": {"patience": 2}}},
+    ),
+    Rule(
+        "early stop without evaluations",
+        ("train.early_stop", "train.eval_every_steps"),
+        lambda c: c.train.early_stop is not None and c.train.eval_every_steps is None,
+        "looks at evaluations during the run, and there are none",
+        "set train.eval_every_steps",
+        {"train": {"early_stop": {"patience": 2}}, "data": {"eval_fraction": 0.1}},
+    ),
+    Rule(
+        "evaluation without held-out data",
+        ("train.eval_every_steps", "data.eval", "data.eval_fraction"),
+        lambda c: is_set(c.train, "eval_every_steps") and not has_held_out(c),
+        "asks for evaluations, and no data is held out",
+        _NO_HELD_OUT_DO,
+        {"train": {"eval_every_steps": 10}},
+    ),
+    Rule(
+        "best without held-out data",
+        ("checkpoint.final", "data.eval", "data.eval_fraction"),
+        lambda c: c.checkpoint.final == "best" and not has_held_out(c),
+        '"best" means the lowest held-out loss, and no data is held out',
+        _NO_HELD_OUT_DO,
+        {"checkpoint": {"final": "best"}},
+    ),
+    Rule(
+        "best without a kept best",
+        ("checkpoint.final", "checkpoint.keep_best"),
+        lambda c: (
+            c.checkpoint.keep_best == 0
+            and (c.checkpoint.final == "best" or (c.checkpoint.final is None and c.train.early_stop is not None))
+        ),
+        "final/ is to hold the best weights, and checkpoint.keep_best = 0 keeps none",
+        'set checkpoint.keep_best = 1, or checkpoint.final = "last"',
+        {"checkpoint": {"final": "best", "keep_best": 0}, "data": {"eval_fraction": 0.1}},
+    ),
+    Rule(
+        "shape of an adapter that is loaded",
+        ("adapter.path", "adapter.r", "adapter.alpha", "adapter.targets", "adapter.init"),
+        _adapter_shape_given,
+        "goes on from an adapter whose rank, scale and targets are fixed by its own adapter_config.json",
+        "leave out r, alpha, targets, rslora, dora, init, bias and modules_to_save, or leave out path",
+        {"adapter": {"path": ".", "r": 8}},
+    ),
+    Rule(
+        "initialisation from whole weights when sharded",
+        ("adapter.init", "parallel.data"),
+        _init_needs_whole_weights,
+        "reads whole base weights, and no rank holds them when sharded",
+        'set parallel.data = "replicate", or adapter.init = "default"',
+        {"adapter": {"init": "pissa"}, "parallel": {"data": "shard"}},
+    ),
+    Rule(
+        "low-precision weights, full-precision maths",
+        ("train.master", "train.precision"),
+        lambda c: c.train.master == "bfloat16" and c.train.precision == "fp32",
+        "keeps trained weights in bf16 while the computation is fp32: the updates would be rounded away",
+        'set train.master = "float32", or train.precision = "bf16"',
+        {"train": {"master": "bfloat16", "precision": "fp32"}},
+    ),
+    Rule(
+        "revision of a local model",
+        ("model.revision", "model.path"),
+        lambda c: c.model.revision is not None and Path(c.model.path).exists(),
+        "chooses a version on the hub, and model.path is on this disk",
+        "leave out model.revision, or give a hub id as model.path",
+        {"model": {"path": ".", "revision": "main"}},
+    ),
+)
+
+
+@dataclass(frozen=True)
+class RefusedValue:
+    """Values that people ask for and that rft does not do, with the reason."""
+
+    keys: tuple[str, ...]
+    values: tuple[Any, ...]
+    reason: str
+    do: str
+
+
+REFUSED_VALUES: tuple[RefusedValue, ...] = (
+    RefusedValue(
+        ("train.precision", "train.master"),
+        ("fp16", "float16", "half", "f16", "16", "16-mixed", 16),
+        "fp16 is not offered: its range ends at 65,504 and below 6e-8, so it needs a loss scaler, "
+        "which cannot unscale weights that are themselves fp16; rft trains in bf16 or fp32",
+        'set train.precision = "bf16" (the range of fp32, no scaler), or "fp32" where the GPU has no bf16',
+    ),
+    RefusedValue(
+        ("train.precision",),
+        ("bfloat16", "bf16-mixed", "mixed", "bf16-true"),
+        "the word here is bf16",
+        'set train.precision = "bf16"; trained weights stay in fp32 unless train.master = "bfloat16"',
+    ),
+    RefusedValue(
+        ("train.precision",),
+        ("float32", "32", "32-true", 32, "full"),
+        "the word here is fp32",
+        'set train.precision = "fp32"',
+    ),
+    RefusedValue(
+        ("train.master",), ("bf16", "fp32"), "masters are named in full", 'set train.master = "bfloat16" or "float32"'
+    ),
+    RefusedValue(
+        ("adapter.name",), ("qlora",), "quantised base weights are not offered yet", 'set adapter.name = "lora"'
+    ),
+    RefusedValue(
+        ("adapter.name",),
+        ("full", "full_finetuning", "null"),
+        "full fine-tuning is written as no adapter",
+        'set adapter.name = "none"',
+    ),
+)
+
+FOREIGN_KEYS: dict[str, str] = {
+    "learning_rate": "optim.lr",
+    "optimizer": "optim.name",
+    "lr_scheduler": "optim.schedule",
+    "lr_scheduler_type": "optim.schedule",
+    "scheduler": "optim.schedule",
+    "warmup": "optim.schedule.warmup_steps",
+    "base_model": "model.path",
+    "model_name": "model.path",
+    "model_name_or_path": "model.path",
+    "dataset": "data.train",
+    "datasets": "data.train",
+    "train_file": "data.train.0.path",
+    "max_len": "data.seq_len",
+    "max_length": "data.seq_len",
+    "max_seq_len": "data.seq_len",
+    "max_seq_length": "data.seq_len",
+    "sequence_len": "data.seq_len",
+    "cutoff_len": "data.seq_len",
+    "sample_packing": "data.packing",
+    "chat_template": "data.template",
+    "val_set_size": "data.eval_fraction",
+    "batch_size": "train.micro_batch",
+    "micro_batch_size": "train.micro_batch",
+    "per_device_train_batch_size": "train.micro_batch",
+    "gradient_accumulation": "train.accumulate",
+    "gradient_accumulation_steps": "train.accumulate",
+    "num_epochs": "train.epochs",
+    "num_train_epochs": "train.epochs",
+    "gradient_clipping": "train.max_grad_norm",
+    "max_norm": "train.max_grad_norm",
+    "output_dir": "train.out",
+    "eval_steps": "train.eval_every_steps",
+    "save_steps": "checkpoint.save_every_steps",
+    "save_total_limit": "checkpoint.keep_last",
+    "logging_steps": "log.every_steps",
+    "report_to": "log.trackers",
+    "fp16": "train.precision",
+    "bf16": "train.precision",
+    "dtype": "train.precision",
+    "torch_dtype": "train.precision",
+    "rank": "adapter.r",
+    "lora_r": "adapter.r",
+    "lora_rank": "adapter.r",
+    "lora_alpha": "adapter.alpha",
+    "lora_dropout": "adapter.dropout",
+    "lora_target": "adapter.targets",
+    "target_modules": "adapter.targets",
+    "use_dora": "adapter.dora",
+    "use_rslora": "adapter.rslora",
+    "attn_implementation": "model.attention",
+}
+"""What other programs call our keys."""

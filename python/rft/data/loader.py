@@ -1,0 +1,257 @@
+"""Prepared set -> `Batch`: a plan of packs that is the same on every rank, filled by a Rust thread into buffers owned here."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rft.data.batch import Batch
+from rft.data.folder import shown_path
+from rft.errors import DataError
+
+if TYPE_CHECKING:
+    from rft._native import Plan, Store
+
+_SLOTS = 4  # micro-batches filled ahead: one is a few 100 kB, so memory is no reason for fewer
+_ROUND_TO = 64  # tokens; length of a row under packing "none", as the extension rounds it
+_PLANS_KEPT = 2
+
+
+class Loader:
+    """Micro-batches of one rank, step by step.
+
+    Step k of an epoch holds packs [k P, (k + 1) P) of the plan, P = packs_per_step; rank r gets every world_size-th of
+    them. Ranks run equally many micro-batches: missing packs are fillers of weight zero, and the last step is short.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        seq_len: int,
+        packing: str,
+        overlong: str,
+        seed: int,
+        pad_id: int,
+        rank: int = 0,
+        world_size: int = 1,
+        micro_batch: int = 1,
+        device: torch.device | str = "cpu",
+        shuffle: bool = True,
+        name: str = "train",
+    ):
+        """seq_len: tokens of a pack. packing: stream, bfd or none. overlong: split, truncate, drop or error.
+
+        micro_batch: packs of a `Batch`. name: for messages.
+        """
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} of {world_size}")
+        self.store, self.seq_len, self.packing, self.overlong = store, seq_len, packing, overlong
+        self.seed, self.pad_id, self.shuffle, self.name = seed, pad_id, shuffle, name
+        self.rank, self.world_size, self.micro_batch = rank, world_size, micro_batch
+        self.device = torch.device(device)
+        self._plans: dict[int, Plan] = {}
+        self._streams: set[Any] = set()
+
+    def plan(self, epoch: int) -> Plan:
+        """Which documents make which pack in this epoch: the same on every rank and for every number of ranks.
+
+        Raises DataError where no label survives, or for a document over seq_len under overlong = "error".
+        """
+        if epoch not in self._plans:
+            self._plans[epoch] = self._build_plan(epoch)
+            while len(self._plans) > _PLANS_KEPT:
+                self._plans.pop(next(iter(self._plans)))
+        return self._plans[epoch]
+
+    def _build_plan(self, epoch: int) -> Plan:
+        from rft import _native
+
+        try:
+            return _native.Plan(
+                self.store, self.seq_len, self.packing, self.overlong, self.seed, epoch, shuffle=self.shuffle
+            )
+        except _native.NativeError as error:
+            where = error.where or f"data ({self.name})"
+            raise DataError(shown_path(where), error.problem, wanted=error.wanted, do=error.do) from None
+
+    def steps_in_epoch(self, epoch: int, packs_per_step: int) -> int:
+        """Optimizer steps of an epoch, the short last one included."""
+        return -(-self.plan(epoch).num_packs // packs_per_step)
+
+    def steps(self, epoch: int, packs_per_step: int, start_step: int = 0) -> Iterator[list[Batch]]:
+        """This rank's micro-batches of every step from `start_step` on, on the device.
+
+        packs_per_step: of all ranks, a multiple of micro_batch * world_size.
+        """
+        from rft import _native
+
+        if packs_per_step % (self.micro_batch * self.world_size):
+            raise ValueError(
+                f"{packs_per_step} packs a step: no multiple of {self.micro_batch} x {self.world_size} ranks"
+            )
+        plan = self.plan(epoch)
+        capacity = self._capacity(plan)
+        stream = _native.Stream(
+            plan,
+            rank=self.rank,
+            world_size=self.world_size,
+            micro_batch=self.micro_batch,
+            packs_per_step=packs_per_step,
+            start_step=start_step,
+            pad_id=self.pad_id,
+            capacity=capacity,
+        )
+        self._streams.add(stream)
+        owner = os.getpid()
+        try:
+            ring = _Ring(stream, capacity, self.device, weights=self.store.has_weights)
+            micro_batches: list[Batch] = []
+            while True:
+                if os.getpid() != owner:
+                    raise RuntimeError("a loader's iterator was taken over a fork, where its thread does not exist")
+                filled = ring.take()
+                if filled is None:
+                    break
+                micro_batches.append(filled[0])
+                if filled[1]:
+                    yield micro_batches
+                    micro_batches = []
+            assert not micro_batches, "the stream ended inside a step"
+        finally:
+            self._streams.discard(stream)
+            if os.getpid() == owner:
+                stream.close()
+
+    def _capacity(self, plan: Plan) -> int:
+        if self.packing != "none":
+            return self.micro_batch * self.seq_len
+        longest = int(plan.pack_tokens().max())
+        return self.micro_batch * -(-longest // _ROUND_TO) * _ROUND_TO
+
+    def close(self) -> None:
+        """Stop the threads of iterators that were not read to their end."""
+        for stream in list(self._streams):
+            stream.close()
+        self._streams.clear()
+
+
+@dataclass
+class _Slot:
+    """Host buffers of one micro-batch; pinned where they are copied to a GPU."""
+
+    ids: Tensor
+    labels: Tensor
+    positions: Tensor
+    cu_seqlens: Tensor
+    weights: Tensor | None
+    copied: Any = None
+    """CUDA event after the copy out of these buffers."""
+
+
+class _Ring:
+    """Slots that go round: filled by the stream's thread, copied to the device, handed back once the copy is done."""
+
+    def __init__(self, stream: Any, capacity: int, device: torch.device, *, weights: bool):
+        self.stream, self.device = stream, device
+        self.copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        pinned = self.copies is not None
+
+        def long() -> Tensor:
+            return torch.empty(capacity, dtype=torch.int64, pin_memory=pinned)
+
+        self.slots = [
+            _Slot(
+                ids=long(),
+                labels=long(),
+                positions=long(),
+                cu_seqlens=torch.empty(capacity + 1, dtype=torch.int32, pin_memory=pinned),
+                weights=torch.empty(capacity, dtype=torch.float32, pin_memory=pinned) if weights else None,
+            )
+            for _ in range(_SLOTS)
+        ]
+        self.waiting: deque[int] = deque()  # slots whose copy may still be under way
+        self.submitted = 0
+        for number in range(_SLOTS):
+            self._submit(number)
+
+    def take(self) -> tuple[Batch, bool] | None:
+        """The next micro-batch and whether it is the last of its step."""
+        from rft import _native
+
+        self._hand_back()
+        try:
+            filled = self.stream.take()
+        except _native.NativeError as error:
+            raise DataError(error.where, error.problem, wanted=error.wanted, do=error.do) from None
+        if filled is None:
+            return None
+        self.submitted -= 1
+        number = filled["slot"]
+        batch = self._batch(self.slots[number], filled)
+        if self.copies is None:
+            self._submit(number)
+        else:
+            self.waiting.append(number)
+        return batch, filled["last"]
+
+    def _hand_back(self) -> None:
+        """Submit slots whose copies are done; wait only if the thread would have none to fill."""
+        while self.waiting:
+            event = self.slots[self.waiting[0]].copied
+            if not event.query():
+                if self.submitted:
+                    return
+                event.synchronize()  # a copy of some 100 kB on its own stream, never behind computation
+            self._submit(self.waiting.popleft())
+
+    def _submit(self, number: int) -> None:
+        slot = self.slots[number]
+        weights = None if slot.weights is None else slot.weights.data_ptr()
+        self.stream.submit(
+            number,
+            slot.ids.data_ptr(),
+            slot.labels.data_ptr(),
+            slot.positions.data_ptr(),
+            slot.cu_seqlens.data_ptr(),
+            weights,
+        )
+        self.submitted += 1
+
+    def _batch(self, slot: _Slot, filled: dict[str, Any]) -> Batch:
+        tokens, documents = filled["tokens"], filled["documents"]
+        weights = None if slot.weights is None else slot.weights[:tokens]
+        parts = [slot.ids[:tokens], slot.labels[:tokens], slot.positions[:tokens], slot.cu_seqlens[: documents + 1]]
+        moved = self._copy([*parts, *([] if weights is None else [weights])], slot)
+        return Batch(
+            input_ids=moved[0][None],
+            labels=moved[1][None],
+            position_ids=moved[2][None],
+            cu_seqlens=moved[3],
+            weights=moved[4][None] if weights is not None else None,
+            lengths=tuple(filled["lengths"]),
+            pack_tokens=tuple(filled["pack_tokens"]),
+            num_tokens=filled["num_tokens"],
+            num_label_tokens=filled["num_label_tokens"],
+            label_weight=filled["label_weight"],
+        )
+
+    def _copy(self, parts: list[Tensor], slot: _Slot) -> list[Tensor]:
+        """Copies that outlive the slot."""
+        if self.copies is None:
+            return [part.clone() for part in parts]
+        # A stream of their own: on the computing stream the copies, and with them the slots, would wait for whole steps.
+        computing = torch.cuda.current_stream(self.device)
+        with torch.cuda.stream(self.copies):
+            moved = [part.to(self.device, non_blocking=True) for part in parts]
+            slot.copied = self.copies.record_event()
+        computing.wait_event(slot.copied)
+        for part in moved:
+            part.record_stream(computing)
+        return moved

@@ -1,0 +1,90 @@
+"""A prepared set for people who train with something else: packed batches as torch tensors or numpy arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rft.data.batch import Batch
+from rft.data.loader import Loader
+from rft.errors import DataError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from rft._native import Store
+
+
+@dataclass(frozen=True)
+class ArrayBatch:
+    """`Batch` with numpy arrays: the same names, shapes and types."""
+
+    input_ids: NDArray[Any]
+    labels: NDArray[Any]
+    position_ids: NDArray[Any]
+    cu_seqlens: NDArray[Any]
+    weights: NDArray[Any] | None
+    lengths: tuple[int, ...]
+    pack_tokens: tuple[int, ...]
+    num_tokens: int
+    num_label_tokens: int
+    label_weight: float
+
+
+def open_store(path: str | Path) -> Store:
+    """The prepared set in a folder. Raises DataError where it is none, or not whole."""
+    from rft import _native
+
+    try:
+        return _native.Store(str(path))
+    except _native.NativeError as error:
+        raise DataError(
+            error.where or str(path),
+            error.problem,
+            wanted="the folder of a prepared set",
+            do=error.do or "run rft prepare",
+        ) from None
+
+
+class PackedSet:
+    """A prepared set cut into packs. The same arguments give the same batches, on any machine and from any start."""
+
+    def __init__(self, path: str | Path, *, arrays: Literal["torch", "numpy"] = "torch", **options: Any):
+        """options: those of `rft.data.loader.Loader`."""
+        if arrays not in ("torch", "numpy"):
+            raise ValueError(f"arrays = {arrays!r}: torch or numpy")
+        self._loader, self._arrays = Loader(open_store(path), **options), arrays
+
+    def batches_in_epoch(self, epoch: int) -> int:
+        """Batches that each rank gets."""
+        return self._loader.steps_in_epoch(epoch, self._packs_at_once)
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch | ArrayBatch]:
+        """Batches of an epoch from number `start` on, in an order that depends on the seed and the epoch."""
+        for (batch,) in self._loader.steps(epoch, self._packs_at_once, start):
+            yield batch if self._arrays == "torch" else _as_arrays(batch)
+
+    @property
+    def _packs_at_once(self) -> int:
+        return self._loader.micro_batch * self._loader.world_size
+
+    def close(self) -> None:
+        """Stop the threads of iterators that were not read to their end."""
+        self._loader.close()
+
+
+def _as_arrays(batch: Batch) -> ArrayBatch:
+    return ArrayBatch(
+        input_ids=batch.input_ids.cpu().numpy(),
+        labels=batch.labels.cpu().numpy(),
+        position_ids=batch.position_ids.cpu().numpy(),
+        cu_seqlens=batch.cu_seqlens.cpu().numpy(),
+        weights=None if batch.weights is None else batch.weights.cpu().numpy(),
+        lengths=batch.lengths,
+        pack_tokens=batch.pack_tokens,
+        num_tokens=batch.num_tokens,
+        num_label_tokens=batch.num_label_tokens,
+        label_weight=batch.label_weight,
+    )

@@ -1,0 +1,308 @@
+"""From data files to a prepared set: once a key, whoever asks first, with every row accounted for.
+
+The key covers the content of the data, the tokenizer, the template and every option that changes what is written;
+how documents become packs is a plan beside the set and no part of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rft import log
+from rft.config.data import DataConfig
+from rft.data.folder import SetFolder, default_root, shown_path
+from rft.data.sources import SourceFile, expand, write_rows
+from rft.data.template import ChatTemplate, callback, load_template, native_difference, spelled_control_tokens
+from rft.errors import ConfigError, DataError
+from rft.models.tokenizer import TokenizerFiles
+
+if TYPE_CHECKING:
+    from rft._native import Plan, Store
+    from rft.data.loader import Loader
+
+SPLIT = ("held out", "not held out")
+"""Reasons of rows that are in the other set."""
+
+_MANY_STRADDLING = 0.001
+"""Share of tokens that straddle a mask's border above which it is said."""
+
+FORMAT_VERSION = 1
+"""Of what is handed to the extension; part of every key."""
+
+Progress = Callable[[int, int, int], None]
+"""Bytes read, bytes in all, rows read."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The sets of a run and what became of each row."""
+
+    train: Store
+    eval: Store | None
+    template: ChatTemplate | None
+    """None: a base model without a template, and no row that needed one."""
+    report: dict[str, Any]
+    """{"train": part, "eval": part or None, "template": ...}; a part: read, kept, dropped {reason: rows}, tokens, ..."""
+
+
+def prepare(
+    data: DataConfig,
+    tokenizer: TokenizerFiles,
+    *,
+    rows: Iterable[dict[str, Any]] | None = None,
+    progress: Progress | None = None,
+    lead: bool = True,
+) -> Prepared:
+    """The training set and, where the config asks for one, the held-out set; reused when nothing changed.
+
+    rows: stands in for the path of the only `[[data.train]]`. lead: False in processes that shall wait for another one
+    (local rank 0) to write. Raises RftError kinds: rows, files and templates that are wrong, a full disk.
+    """
+    if data.eval and data.eval_fraction:
+        raise ConfigError(
+            "data", "both [[data.eval]] and eval_fraction say what is held out", do="leave out one of them"
+        )
+    folder = SetFolder(data.store or default_root())
+    template = load_template(data.template, tokenizer)
+    job = _Job(data, tokenizer, template, folder, progress or _nothing, lead)
+    with _train_files(data, folder, rows) as files:
+        fraction = data.eval_fraction
+        train, train_report = job.run("train", files, {"fraction": fraction, "part": "train"} if fraction else None)
+        held, eval_report = None, None
+        if fraction:
+            held, eval_report = job.run("eval", files, {"fraction": fraction, "part": "eval"})
+        elif data.eval:
+            held, eval_report = job.run("eval", expand(data.eval, "data.eval"), None)
+    shown = None
+    if template is not None:
+        shown = {"name": template.name, "generation_tags": template.tagged}
+    return Prepared(train, held, template, {"train": train_report, "eval": eval_report, "template": shown})
+
+
+@dataclass
+class _Job:
+    """What the training and the held-out set have in common."""
+
+    data: DataConfig
+    tokenizer: TokenizerFiles
+    template: ChatTemplate | None
+    folder: SetFolder
+    progress: Progress
+    lead: bool
+    renderer: str | None = None
+    """Decided once, when the first set has to be written."""
+
+    def run(self, name: str, files: list[SourceFile], holdout: dict[str, Any] | None) -> tuple[Store, dict[str, Any]]:
+        from rft import _native
+
+        began = time.perf_counter()
+        spec = self.spec(files, holdout)
+
+        def chosen() -> str:
+            return json.dumps({**spec, "renderer": self.choose_renderer()}, ensure_ascii=False)
+
+        def hashed() -> str:
+            with self.folder.explain():
+                return _native.store_key(chosen())
+
+        # Which renderer is asked for only where the key is not known: that compares two engines on the probe set.
+        short = {
+            **spec,
+            "tokenizer": {**spec["tokenizer"], "json": hashlib.sha256(self.tokenizer.json.encode()).hexdigest()},
+        }
+        key = self.folder.known_key(json.dumps(short), [file.path for file in files], hashed)
+
+        def write(path: Path) -> None:
+            text = chosen()
+            render = None
+            if self.template is not None and self.renderer == "callback":
+                render = callback(self.template, self.tokenizer.special)
+            _native.prepare(text, str(path), self.progress, render)
+            if _native.Store(str(path)).key != key:
+                raise DataError("data", f"a file of the {name} set changed while it was read", do="prepare again")
+
+        store, reused = self.folder.make(key, write, lead=self.lead)
+        counts = json.loads(store.manifest).get("counts", {})
+        report = {**counts, "key": key, "store": store.path, "reused": reused}
+        report["seconds"] = round(time.perf_counter() - began, 3)
+        report["paths"] = list(dict.fromkeys(file.config.path for file in files))
+        return store, report
+
+    def spec(self, files: list[SourceFile], holdout: dict[str, Any] | None) -> dict[str, Any]:
+        tokenizer = self.tokenizer
+        return {
+            "format_version": FORMAT_VERSION,
+            "sources": [file.spec() for file in files],
+            "tokenizer": {
+                "json": tokenizer.json,
+                "special": tokenizer.special,
+                "add_bos": tokenizer.add_bos,
+                "eos_id": tokenizer.eos_id,
+                "bos_id": tokenizer.bos_id,
+                "vocab_size": tokenizer.vocab_size,
+            },
+            "template": self.template.source if self.template else None,
+            "renderer": "native",
+            "train_on": self.data.train_on,
+            "on_error": self.data.on_error,
+            "control_tokens": self.data.control_tokens,
+            "holdout": holdout,
+            "threads": 0,
+        }
+
+    def choose_renderer(self) -> str:
+        """ "native", or "callback" where minijinja and jinja2 disagree on this template; said once."""
+        if self.renderer is None:
+            self.renderer = "native"
+            if self.template is not None:
+                self._check_template(self.template)
+        return self.renderer
+
+    def _check_template(self, template: ChatTemplate) -> None:
+        difference = native_difference(template, self.tokenizer.special)
+        if difference is not None:
+            self.renderer = "callback"
+            log.warn(f"template ({template.name}) is rendered by jinja2, about 10 times slower: {difference}")
+        missing = spelled_control_tokens(template, self.tokenizer)
+        if missing:
+            log.warn(
+                f"template ({template.name}): this model has no token for {', '.join(missing)}: spelled in pieces",
+                do=f"model.add_tokens = {json.dumps(missing)} makes new ones",
+            )
+
+
+@contextmanager
+def _train_files(
+    data: DataConfig, folder: SetFolder, rows: Iterable[dict[str, Any]] | None
+) -> Iterator[list[SourceFile]]:
+    """The files of [[data.train]]; rows from Python lie in one for as long as this lasts."""
+    if rows is None:
+        yield expand(data.train, "data.train")
+        return
+    if len(data.train) != 1:
+        raise ConfigError("data.train", f"rows stand in for one data set, the config names {len(data.train)}")
+    import tempfile
+
+    with folder.explain(), tempfile.TemporaryDirectory(prefix="rows.tmp-", dir=folder.root) as temporary:
+        path = Path(temporary) / "rows"
+        if write_rows(rows, path) == 0:
+            raise DataError("rows", "there are none")
+        yield [SourceFile(path, data.train[0], name="rows")]
+
+
+def _nothing(done: int, total: int, rows: int) -> None:
+    """A place where Python looks at pending signals while the extension works."""
+
+
+def report_with_plan(report: dict[str, Any], loader: Loader, eval_loader: Loader | None = None) -> dict[str, Any]:
+    """`report` with the packs of the first epoch in each part: what data.json holds."""
+    parts = {"train": loader, "eval": eval_loader}
+    return {
+        **report,
+        **{
+            name: {**report[name], "plan": plan_facts(part.plan(0), part)}
+            for name, part in parts.items()
+            if part is not None and report.get(name)
+        },
+    }
+
+
+def plan_facts(plan: Plan, loader: Loader) -> dict[str, Any]:
+    """Packs, fill and what became of documents over seq_len."""
+    return {
+        "packing": loader.packing,
+        "seq_len": loader.seq_len,
+        "overlong": loader.overlong,
+        "packs": plan.num_packs,
+        "fill": round(plan.fill, 6),
+        "tokens": plan.num_tokens,
+        "label_tokens": plan.num_label_tokens,
+        **plan.counts,
+    }
+
+
+def describe(report: dict[str, Any]) -> list[str]:
+    """A sentence for each set: rows, format, what was dropped and why, tokens, packs."""
+    return [_sentence(name, report[name], report) for name in ("train", "eval") if report.get(name)]
+
+
+def _sentence(name: str, part: dict[str, Any], report: dict[str, Any]) -> str:
+    dropped = {reason: count for reason, count in part.get("dropped", {}).items() if count and reason not in SPLIT}
+    reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(dropped.items()))
+    lost = f"{sum(dropped.values()):,} dropped" + (f" ({reasons})" if reasons else "")
+    elsewhere = part.get("dropped", {})
+    if "not held out" in elsewhere:  # a share of the training rows: said to be these, and no more
+        pieces = [f"held out: {part['kept']:,} of these rows, {lost}"]
+    else:
+        formats = "/".join(dict.fromkeys(source["format"] for source in part.get("sources", [])))
+        template = (
+            f", template: {report['template']['name']}" if report.get("template") and _uses_template(part) else ""
+        )
+        rows = f"{_names(part['paths'])}: {part['read']:,} rows ({formats}{template})"
+        held = f", {elsewhere['held out']:,} held out" if elsewhere.get("held out") else ""
+        pieces = [("held out: " if name == "eval" else "") + rows, f"{part['kept']:,} kept, {lost}{held}"]
+    pieces.append(f"{_short(part['tokens'])} tokens, {share(part['trained_tokens'], part['tokens'])} trained")
+    plan = part.get("plan")
+    if plan:
+        size = f" of {plan['seq_len']:,}" if plan["packing"] != "none" else ""
+        pieces.append(f"{plan['packs']:,} packs{size}, {100 * plan['fill']:.1f} % full")
+    pieces.append("prepared before" if part["reused"] else f"{part['seconds']:.1f} s")
+    return " · ".join(pieces)
+
+
+def _uses_template(part: dict[str, Any]) -> bool:
+    return any(source["format"] not in ("text", "prompt_completion") for source in part.get("sources", []))
+
+
+def _names(paths: list[str]) -> str:
+    more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+    return shown_path(paths[0]) + more
+
+
+def evidence(report: dict[str, Any]) -> list[str]:
+    """Why each file was taken for what it is; files that look the same together."""
+    files: dict[str, list[str]] = {}
+    for name in ("train", "eval"):
+        for source in (report.get(name) or {}).get("sources", []):
+            named = files.setdefault(source["evidence"], [])
+            if source["path"] not in named:
+                named.append(source["path"])
+    return [f"{_names([Path(path).name for path in paths])}: {text}" for text, paths in files.items()]
+
+
+def remarks(report: dict[str, Any]) -> list[str]:
+    """What else a user should know of how rows were masked: borders inside tokens, control tokens that stayed text."""
+    texts = []
+    for name in ("train", "eval"):
+        part = report.get(name)
+        if not part:
+            continue
+        straddling = part.get("straddling_tokens", 0)
+        if straddling > _MANY_STRADDLING * part["tokens"]:
+            texts.append(
+                f"{straddling:,} tokens of the {name} set lie across the border of trained text "
+                f"({100 * straddling / part['tokens']:.2f} %): they are trained"
+            )
+        spelled = part.get("control_token_rows", 0)
+        if spelled:
+            texts.append(f"{spelled:,} rows of the {name} set spell control tokens: kept as ordinary text")
+    return texts
+
+
+def share(part: float, whole: float) -> str:
+    """Per cent, or a dash for nothing of nothing."""
+    return f"{100 * part / whole:.0f} %" if whole else "-"
+
+
+def _short(count: int) -> str:
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return str(count)

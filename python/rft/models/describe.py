@@ -1,0 +1,136 @@
+"""Facts about a model, read from its (meta) modules and config. Decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from rft.models.backbone import decoder_layers, find_base
+from rft.models.names import is_adapter_parameter
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Numbers of one model as built: adapters included, before sharding."""
+
+    name: str
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    max_positions: int | None
+    """Longest sequence that the config says it was trained for."""
+    num_parameters: int
+    """Without adapters; a tied weight once."""
+    num_trained: int
+    weight_bytes: int
+    trained_bytes: int
+    matmul_frozen: int
+    """Weights that every token is multiplied with and that are not trained; of experts, the chosen ones."""
+    matmul_trained: int
+    num_heads: int
+    head_size: int
+    is_moe: bool
+    num_experts: int
+    experts_per_token: int
+    is_tied: bool
+
+    def flops(self, lengths: Iterable[int]) -> float:
+        """FLOPs that one training step on documents of these lengths really needs: no recompute.
+
+        4 a frozen and 6 a trained matmul weight and token; causal attention 2 matmuls x (1 forward + 2 backward) over half a square.
+        """
+        lengths = list(lengths)
+        tokens, squares = sum(lengths), sum(n * n for n in lengths)
+        weights = tokens * (4 * self.matmul_frozen + 6 * self.matmul_trained)
+        return float(weights + 6 * self.num_layers * self.num_heads * self.head_size * squares)
+
+
+def describe(model: Any) -> Facts:
+    """Facts of a model, wrapped by PEFT or not."""
+    causal = model.get_base_model() if hasattr(model, "get_base_model") else model
+    config = causal.config.get_text_config()
+    layers = decoder_layers(model)
+    hidden = _first(config, "hidden_size", "n_embd", "d_model")
+    heads = _first(config, "num_attention_heads", "n_head", default=1)
+    experts = _first(config, "num_local_experts", "num_experts", "n_routed_experts", default=0) or 0
+    chosen = _first(config, "num_experts_per_tok", "moe_topk", default=0) or 0
+    moe = has_experts(model)
+    own = [(n, p) for n, p in model.named_parameters() if not is_adapter_parameter(n)]
+    frozen, trained = _matmul_weights(model, chosen / experts if moe and experts else 1.0)
+    embedding, head = causal.get_input_embeddings(), causal.get_output_embeddings()
+    return Facts(
+        name=type(causal).__name__,
+        model_type=config.model_type,
+        num_layers=len(layers),
+        hidden_size=hidden,
+        vocab_size=config.vocab_size,
+        max_positions=_first(config, "max_position_embeddings", "n_positions", "seq_length", default=None),
+        num_parameters=sum(p.numel() for _, p in own),
+        num_trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        weight_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
+        trained_bytes=sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad),
+        matmul_frozen=frozen,
+        matmul_trained=trained,
+        num_heads=heads,
+        head_size=getattr(config, "head_dim", None) or hidden // heads,
+        is_moe=moe,
+        num_experts=experts if moe else 0,
+        experts_per_token=chosen if moe else 0,
+        is_tied=head is not None and _weight(head) is _weight(embedding),
+    )
+
+
+def has_experts(model: Any) -> bool:
+    """Whether a decoder layer routes tokens to experts: a weight with an experts dim, or a list of experts."""
+    for layer in decoder_layers(model):
+        for name, module in layer.named_modules():
+            stacked = any(p.dim() == 3 for p in module.parameters(recurse=False)) and not isinstance(module, nn.Conv1d)
+            if stacked or (name.rpartition(".")[2] == "experts" and isinstance(module, nn.ModuleList)):
+                return True
+    return False
+
+
+def _weight(module: nn.Module) -> Any:
+    """The parameter of an embedding or head, through PEFT's wrappers."""
+    for attribute in ("original_module", "base_layer"):
+        inner = getattr(module, attribute, None)
+        if isinstance(inner, nn.Module):
+            return _weight(inner)
+    return module.weight
+
+
+def _matmul_weights(model: Any, share: float) -> tuple[int, int]:
+    """(frozen, trained) weights that a token meets: 2-D weights of linears and, by `share`, stacked experts."""
+    counts = [0.0, 0.0]
+    causal = model.get_base_model() if hasattr(model, "get_base_model") else model
+    head = causal.get_output_embeddings()
+    for layer in decoder_layers(model):
+        for module in layer.modules():
+            for parameter in module.parameters(recurse=False):
+                if parameter.dim() == 2:
+                    counts[parameter.requires_grad] += parameter.numel()
+                elif parameter.dim() == 3 and not isinstance(module, nn.Conv1d):
+                    counts[parameter.requires_grad] += parameter.numel() * share
+    if head is not None:
+        weight = _weight(head)
+        counts[weight.requires_grad] += weight.numel()
+    return int(counts[0]), int(counts[1])
+
+
+def _first(config: Any, *names: str, **default: Any) -> Any:
+    for name in names:
+        value = getattr(config, name, None)
+        if value is not None:
+            return value
+    if "default" in default:
+        return default["default"]
+    raise AttributeError(f"{type(config).__name__} has none of {', '.join(names)}")
+
+
+def base_name(model: Any) -> str:
+    """Class name of the decoder."""
+    return type(find_base(model)).__name__

@@ -1,0 +1,1 @@
+"""Several processes: who this one is, what they add up, and how they share parameters and gradients."""

@@ -1,0 +1,1 @@
+"""From a checked config to a trained model: resolve, set up, step, loop, evaluate, save, resume."""

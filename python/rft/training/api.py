@@ -1,0 +1,128 @@
+"""`rft.train` and the body of `rft train`: from a config to a result, in this process or as one worker of several."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from rft import log
+from rft.checkpoint.load import Checkpoint, open_checkpoint
+from rft.config.load import load_config
+from rft.config.root import Config
+from rft.parallel.collectives import broadcast_json
+from rft.parallel.mesh import World, join_world, leave_world
+from rft.training import headline
+from rft.training.loop import train as train_run
+from rft.training.result import Result
+from rft.training.resume import RunLock, Start, begin, choose_run_dir, lock_run_dir
+from rft.training.rundir import LOG, write_run_files
+from rft.training.setup import Job, add_data, build_run, inspect_job
+
+Report = Callable[[Path], object]
+"""Writes a page about a run directory. Given from above: the report knows training's files, training knows no report."""
+
+
+def train(
+    config: str | Path | dict[str, Any] | Config,
+    *,
+    rows: Iterable[dict[str, Any]] | None = None,
+    report: Report | None = None,
+) -> Result:
+    """Train as the command does; see `rft.train`."""
+    checked = load_config(config, rows=rows is not None)
+    with log.capture_noise():
+        return train_config(checked, rows=rows, report=report)
+
+
+def train_config(
+    config: Config,
+    *,
+    new: bool = False,
+    config_path: Path | None = None,
+    rows: Iterable[dict[str, Any]] | None = None,
+    device: str | None = None,
+    report: Report | None = None,
+) -> Result:
+    """Train a checked config on this rank and return what came of it; the same result on every rank.
+
+    new: in the next free run directory. config_path: for the words that say how to run it again. device: "cpu" or "cuda".
+    report: called with the run directory at the end of a finished run, on the first rank.
+    Raises RftError kinds; Stopped after a signal.
+    """
+    world = join_world(device)
+    log.set_rank(world.rank)
+    assert config.train.out is not None, "load_config() fills in train.out"
+    run_dir = Path(broadcast_json(str(choose_run_dir(Path(config.train.out), new=new)), world.group))
+    lock: RunLock | None = None
+    try:
+        if world.rank == 0:
+            lock = lock_run_dir(run_dir)
+            log.open_run_log(run_dir / LOG)
+        return _train_in(config, world, run_dir, rows, config_path, report)
+    finally:
+        log.close_run_log()
+        if lock is not None:
+            lock.release()
+        leave_world()
+
+
+def _train_in(
+    config: Config,
+    world: World,
+    run_dir: Path,
+    rows: Iterable[dict[str, Any]] | None,
+    config_path: Path | None,
+    report: Report | None,
+) -> Result:
+    began = time.perf_counter()
+    job = inspect_job(config, world)
+    headline.tell_machine(job.machine)
+    headline.tell_model(job)
+    add_data(job, rows)
+    headline.tell_decisions(job.decisions)
+    start = begin_on_all(job, run_dir)
+    for note in start.notes:
+        log.say("resume", note)
+    if start.kind == "finished":
+        return already_finished(run_dir, config_path)
+    run = build_run(job, run_dir, start.checkpoint)
+    if run.is_main:
+        write_run_files(run)
+        headline.tell_run(run)
+    assert run.signals is not None
+    run.signals.install()
+    try:
+        result = train_run(run)
+    finally:
+        run.signals.restore()
+        run.loader.close()
+        if run.eval_loader is not None:
+            run.eval_loader.close()
+    if run.is_main and report is not None:
+        report(run_dir)
+    headline.tell_end(run, time.perf_counter() - began)
+    return result
+
+
+def begin_on_all(job: Job, run_dir: Path) -> Start:
+    """What to do in this directory, as the first rank finds it; every rank opens the same checkpoint."""
+    world, decided = job.world, frozenset(decision.key for decision in job.decisions)
+    if world.rank == 0:
+        start = begin(run_dir, job.config, world_size=world.world_size, decided=decided)
+        path = str(start.checkpoint.path) if start.checkpoint else None
+        broadcast_json({"kind": start.kind, "path": path}, world.group)
+        return start
+    found = broadcast_json(None, world.group)
+    checkpoint: Checkpoint | None = open_checkpoint(Path(found["path"]), checked=True) if found["path"] else None
+    return Start(found["kind"], checkpoint)
+
+
+def already_finished(run_dir: Path, config_path: Path | None) -> Result:
+    """Say so, and how to run it again; the result is that of the run."""
+    command = f"rft train --new {headline.shown(config_path.absolute())}" if config_path else "another train.out"
+    log.line(f"{headline.shown(run_dir)} holds this run, finished. To run it again: {command}")
+    summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+    return Result.from_json(run_dir, summary, status="already finished")

@@ -1,0 +1,112 @@
+"""The lines above the progress of a run: machine, model, data, plan, what was applied and what was declined."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rft import __version__, log
+from rft.config.adapter import LoraConfig
+from rft.data.prepare import describe as describe_data
+from rft.data.prepare import report_with_plan
+from rft.training.live import duration
+from rft.training.machine import Machine
+from rft.training.run import Run
+from rft.training.setup import Job
+
+
+def tell_machine(machine: Machine) -> None:
+    log.line(f"rft {__version__} · {machine.describe()} · torch {torch.__version__}")
+
+
+def tell_model(job: Job) -> None:
+    facts, adapter = job.facts, job.config.adapter
+    base = facts.num_parameters
+    if isinstance(adapter, LoraConfig):
+        kinds = {
+            name.rpartition(".lora_A")[0].rpartition(".")[2]
+            for name, _ in job.model.named_parameters()
+            if ".lora_A." in name
+        }
+        how = (
+            f"LoRA r {adapter.r} on {len(kinds)} kinds of linear"
+            if adapter.path is None
+            else f"LoRA, going on from {adapter.path}"
+        )
+    else:
+        how = "all of them"
+    name = job.source.hub_id or Path(job.config.model.path).name
+    log.say("model", f"{name} · {count(base)} parameters, {count(facts.num_trained)} trained ({how})")
+
+
+def tell_run(run: Run) -> None:
+    """Data, plan and receipts of a run that is about to start."""
+    assert run.prepared is not None
+    for sentence in describe_data(report_with_plan(run.prepared.report, run.loader, run.eval_loader)):
+        log.say("data", sentence)
+    log.say("plan", plan_sentence(run))
+    applied = [receipt_words(entry) for entry in run.receipts.get("applied", [])]
+    if applied:
+        log.say("applied", " · ".join(applied))
+    for entry in run.receipts.get("declined", []):
+        what = SPELLED.get(entry["what"], entry["what"])
+        log.say("declined", f"{what}: {entry['why']}" + (f" ({entry['count']})" if entry["count"] > 1 else ""))
+
+
+def plan_sentence(run: Run) -> str:
+    config = run.config
+    accumulate = run.packs_per_step // (run.micro_batch * run.world_size)
+    ranks = f" x {run.world_size} ranks" if run.world_size > 1 else ""
+    micro = f" x {run.micro_batch}" if run.micro_batch > 1 else ""
+    pack = "a document" if config.data.packing == "none" else f"{config.data.seq_len:,} tokens"
+    parts = [f"{pack}{micro} x {accumulate}{ranks} a step", f"{run.total_steps:,} steps"]
+    if run.state.step:
+        parts.append(f"{run.total_steps - run.state.step:,} left")
+    masters = "fp32 masters" if config.train.master == "float32" else "bf16 masters"
+    parts.append("bf16 with " + masters if config.train.precision == "bf16" else "fp32")
+    if run.world_size > 1:
+        parts.append("sharded" if config.parallel.data == "shard" else "replicated")
+    schedule = config.optim.schedule
+    parts.append(f"{schedule.name} from {config.optim.lr:g}, warm-up {run.schedule.warmup}")
+    return " · ".join(parts)
+
+
+SPELLED = {"rms_norm": "RMSNorm", "lora": "LoRA"}
+"""Receipts' names of things as a reader knows them."""
+
+
+def receipt_words(entry: dict[str, Any]) -> str:
+    """`RMSNorm 65/65`, or the bare name of what is done once."""
+    what = SPELLED.get(entry["what"], entry["what"])
+    return what if entry["of"] == 1 else f"{what} {entry['count']}/{entry['of']}"
+
+
+def tell_decisions(decisions: Sequence[Any]) -> None:
+    """Every `auto` and why, for run.log and -v."""
+    for decision in decisions:
+        log.detail("auto", f"{decision.key} = {decision.value}: {decision.reason}")
+
+
+def tell_end(run: Run, seconds: float) -> None:
+    names = ["final/", "report.html", "metrics.jsonl", "receipts.json", "data.json"]
+    there = [name for name in names if (run.run_dir / name).exists()]
+    log.line(f"done in {duration(seconds)}. In {shown(run.run_dir)}: {', '.join(there)}")
+
+
+def shown(path: Path) -> str:
+    """A path as short as it can be."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+def count(number: int) -> str:
+    """8.03 B, 41.9 M."""
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if number >= size:
+            return f"{number / size:.3g} {unit}" if number / size < 100 else f"{number / size:.1f} {unit}"
+    return str(number)

@@ -1,0 +1,71 @@
+"""What this process runs on, as far as decisions and the first line of output need it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One rank's device and how many ranks there are."""
+
+    kind: Literal["cuda", "cpu"]
+    device_name: str
+    memory_bytes: int
+    """Of the GPU, or of the whole machine for a CPU."""
+    world_size: int
+    bf16: bool
+    """Whether it computes in bf16 natively."""
+    cores: int
+
+    def describe(self) -> str:
+        """`1x NVIDIA H200 139 GiB`, or `cpu, 2 cores (AVX-512 BF16)`."""
+        if self.kind == "cuda":
+            return f"{self.world_size}x {self.device_name} {self.memory_bytes / 2**30:.0f} GiB"
+        ranks = f"{self.world_size} processes on " if self.world_size > 1 else ""
+        return f"{ranks}cpu, {self.cores} cores ({self.device_name})"
+
+
+def inspect_machine(device: torch.device, world_size: int) -> Machine:
+    """Facts of the device that this process trains on."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return Machine(
+            kind="cuda",
+            device_name=properties.name,
+            memory_bytes=properties.total_memory,
+            world_size=world_size,
+            bf16=properties.major >= 8,  # Ampere; older cards emulate it slowly
+            cores=usable_cores(),
+        )
+    return Machine(
+        kind="cpu",
+        device_name=cpu_features(),
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        world_size=world_size,
+        bf16=cpu_has_bf16(),
+        cores=usable_cores(),
+    )
+
+
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_has_bf16() -> bool:
+    """Whether the CPU multiplies bf16 matrices itself (AVX-512 BF16 or AMX)."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def cpu_features() -> str:
+    """The widest arithmetic that matters here."""
+    if torch.cpu._is_amx_tile_supported():
+        return "AMX BF16"
+    if torch.cpu._is_avx512_bf16_supported():
+        return "AVX-512 BF16"
+    return {"AVX512": "AVX-512", "AVX2": "AVX2"}.get(torch.backends.cpu.get_cpu_capability(), "no AVX2")

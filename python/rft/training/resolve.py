@@ -1,0 +1,213 @@
+"""Decides every `auto` before anything is loaded, with the reason in words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from rft.config.adapter import LoraConfig
+from rft.config.root import Config
+from rft.errors import ConfigError
+from rft.models.describe import Facts
+from rft.optim.schedule import DEFAULT_WARMUP_RATIO
+from rft.training.decision import Decision
+from rft.training.machine import Machine
+
+MAX_DEFAULT_SEQ_LEN = 8192
+DEFAULT_TOKENS_PER_STEP = 32_768
+REPLICATE_SHARE = 0.6
+"""Replicas are chosen while weights, gradients and optimizer states take less than this of a GPU."""
+DETERMINISTIC_MEAN_LENGTH = 2048
+"""Deterministic attention backward costs 1 % of a step at this document length, a third of attention at 16,384 (H200, torch 2.11)."""
+LR = {"lora": 2e-4, "none": 1e-5}
+
+
+@dataclass
+class _Deciding:
+    """Collects changed keys and their reasons."""
+
+    changes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    decisions: list[Decision] = field(default_factory=list)
+
+    def set(self, key: str, value: Any, reason: str, *, shown: Decision | None = None) -> None:
+        """shown: what the reader is told where `value` is a whole table."""
+        table, name = key.split(".")
+        self.changes.setdefault(table, {})[name] = value
+        self.decisions.append(shown or Decision(key, value, reason))
+
+
+def resolve_precision(config: Config, machine: Machine) -> tuple[Config, list[Decision]]:
+    """Decide `train.precision`, which building the model needs. Raises ConfigError where the given one cannot be had here."""
+    deciding = _Deciding()
+    _decide_precision(deciding, config, machine)
+    return _apply(config, deciding)
+
+
+def resolve(
+    config: Config, facts: Facts, machine: Machine, *, attention: tuple[str, str], chunk_rows: int, store: str
+) -> tuple[Config, list[Decision]]:
+    """Config without any `auto` that can be decided before the data is there, and why each became what it is.
+
+    config: its precision is decided. attention: what serves the model here, and why. chunk_rows: rows of logits that are fast
+    here. store: folder of prepared sets. What depends on the data follows in `resolve_for_data`. Raises ConfigError where a
+    value that was given cannot be had.
+    """
+    assert config.train.precision != "auto", "resolve_precision() comes first"
+    deciding = _Deciding()
+    if config.model.attention == "auto":
+        deciding.set("model.attention", *attention)
+    _decide_adapter(deciding, config)
+    _decide_seq_len(deciding, config, facts)
+    if config.data.store is None:
+        deciding.set("data.store", store, "default")
+    if config.loss.chunk_rows == "auto":
+        deciding.set("loss.chunk_rows", chunk_rows, f"logits of {facts.vocab_size:,} tokens for so many rows at a time")
+    _decide_optim(deciding, config)
+    _decide_parallel(deciding, config, facts, machine)
+    if config.train.micro_batch == "auto":
+        deciding.set("train.micro_batch", 1, "one pack at a time needs the least memory")
+    if config.train.accumulate is None and config.train.tokens_per_step is None:
+        deciding.set("train.tokens_per_step", DEFAULT_TOKENS_PER_STEP, "default; at least one pack a rank")
+    if machine.kind == "cpu" and config.train.deterministic == "auto":
+        deciding.set("train.deterministic", True, "a CPU always is")
+    if config.checkpoint.final is None:
+        stops = config.train.early_stop is not None
+        final, reason = ("best", "train.early_stop is set") if stops else ("last", "no train.early_stop")
+        deciding.set("checkpoint.final", final, reason)
+    return _apply(config, deciding)
+
+
+def resolve_for_data(
+    config: Config, machine: Machine, mean_length: float, is_moe: bool
+) -> tuple[Config, list[Decision]]:
+    """Decide what depends on the data. mean_length: of the document that a token is in, on average."""
+    deciding = _Deciding()
+    if config.train.deterministic == "auto":
+        assert machine.kind == "cuda", machine
+        length = f"a token's document has {mean_length:,.0f} tokens on average"
+        if is_moe:
+            deciding.set("train.deterministic", False, "mixture-of-experts models scatter with atomic additions")
+        elif mean_length <= DETERMINISTIC_MEAN_LENGTH:
+            deciding.set("train.deterministic", True, f"{length}: costs under 2 %")
+        else:
+            deciding.set("train.deterministic", False, f"{length}: would cost more than 2 %")
+    return _apply(config, deciding)
+
+
+def plan_packs_per_step(config: Config, world_size: int, mean_pack_tokens: float) -> tuple[int, int]:
+    """(packs of one optimizer step over all ranks, micro-batches of it on each rank). The config is resolved.
+
+    mean_pack_tokens: real tokens of a pack; used where packs are single documents of any length.
+    """
+    train, data = config.train, config.data
+    assert isinstance(train.micro_batch, int), "resolve() decides train.micro_batch"
+    assert data.seq_len is not None, "resolve() decides data.seq_len"
+    unit = train.micro_batch * world_size
+    if train.accumulate is not None:
+        return train.accumulate * unit, train.accumulate
+    assert train.tokens_per_step is not None, "resolve() decides train.tokens_per_step"
+    pack_tokens = max(mean_pack_tokens, 1.0) if data.packing == "none" else float(data.seq_len)
+    accumulate = max(1, math.ceil(math.ceil(train.tokens_per_step / pack_tokens) / unit))
+    return accumulate * unit, accumulate
+
+
+def plan_total_steps(config: Config, steps_in_epoch: Callable[[int], int]) -> int:
+    """Optimizer steps of the run. steps_in_epoch(epoch): those of a whole epoch, its short last step among them.
+
+    `max_steps` counts whatever `epochs` says; a fraction of an epoch is rounded up to whole steps.
+    """
+    if config.train.max_steps is not None:
+        return config.train.max_steps
+    whole = math.floor(config.train.epochs)
+    total = sum(steps_in_epoch(epoch) for epoch in range(whole))
+    rest = config.train.epochs - whole
+    # 1e-9: a third of 3 steps is one step, not two
+    return total + (math.ceil(rest * steps_in_epoch(whole) - 1e-9) if rest > 0 else 0)
+
+
+# ---- single decisions
+
+
+def _decide_precision(deciding: _Deciding, config: Config, machine: Machine) -> None:
+    if config.train.precision == "auto":
+        if machine.bf16:
+            deciding.set("train.precision", "bf16", f"{machine.device_name} computes in bf16")
+        else:
+            deciding.set("train.precision", "fp32", f"{machine.device_name} has no bf16 arithmetic")
+    elif config.train.precision == "bf16" and machine.kind == "cuda" and not machine.bf16:
+        raise ConfigError(
+            'train.precision = "bf16"',
+            f"{machine.device_name} has no bf16 arithmetic",
+            wanted="an Ampere or newer GPU",
+            do='set train.precision = "fp32"',
+        )
+    if (
+        deciding.changes.get("train", {}).get("precision", config.train.precision) == "fp32"
+        and config.train.master == "bfloat16"
+    ):
+        raise ConfigError(
+            'train.master = "bfloat16"',
+            "the run computes in fp32, so its weights are kept in fp32",
+            do='leave out train.master, or set train.precision = "bf16"',
+        )
+
+
+def _decide_adapter(deciding: _Deciding, config: Config) -> None:
+    adapter = config.adapter
+    if isinstance(adapter, LoraConfig) and adapter.alpha is None and adapter.path is None:
+        deciding.set("adapter.alpha", 2.0 * adapter.r, "2 r")
+
+
+def _decide_seq_len(deciding: _Deciding, config: Config, facts: Facts) -> None:
+    given, most = config.data.seq_len, facts.max_positions
+    if given is None:
+        own = most or MAX_DEFAULT_SEQ_LEN
+        reason = f"the model was trained for {own:,} positions" if most else "the model's config names no limit"
+        deciding.set("data.seq_len", min(own, MAX_DEFAULT_SEQ_LEN), reason)
+    elif most is not None and given > most:
+        raise ConfigError(
+            f"data.seq_len = {given}",
+            f"the model was trained for {most:,} positions",
+            wanted=f"at most {most}",
+            do=f"set data.seq_len = {most}; longer documents are handled by data.overlong",
+        )
+
+
+def _decide_optim(deciding: _Deciding, config: Config) -> None:
+    optim = config.optim
+    if optim.lr == "auto":
+        kind = "LoRA" if config.adapter.name == "lora" else "full fine-tuning"
+        deciding.set("optim.lr", LR[config.adapter.name], f"default for {kind}")
+    schedule = optim.schedule
+    if schedule.warmup_steps is None and schedule.warmup_ratio is None:
+        chosen = schedule.model_copy(update={"warmup_ratio": DEFAULT_WARMUP_RATIO})
+        shown = Decision("optim.schedule.warmup_ratio", DEFAULT_WARMUP_RATIO, "default where no warm-up is given")
+        deciding.set("optim.schedule", chosen, shown.reason, shown=shown)
+
+
+def _decide_parallel(deciding: _Deciding, config: Config, facts: Facts, machine: Machine) -> None:
+    if config.parallel.data != "auto":
+        return
+    if machine.world_size == 1:
+        deciding.set("parallel.data", "replicate", "one process")
+        return
+    needed = state_bytes(config, facts)
+    share = needed / machine.memory_bytes
+    sizes = f"weights, gradients and optimizer states take {needed / 2**30:.1f} GiB, {share:.0%} of a rank's memory"
+    fits = share < REPLICATE_SHARE
+    deciding.set("parallel.data", "replicate" if fits else "shard", sizes)
+
+
+def state_bytes(config: Config, facts: Facts) -> int:
+    """Bytes of weights, gradients and optimizer states of one unsharded rank."""
+    weight = 4 if config.train.precision == "fp32" else 2
+    kept = 4 if config.train.master == "float32" else 2
+    master = 4 if weight == 2 and kept == 4 else 0
+    return facts.num_parameters * weight + facts.num_trained * (master + 3 * kept)
+
+
+def _apply(config: Config, deciding: _Deciding) -> tuple[Config, list[Decision]]:
+    tables = {table: getattr(config, table).model_copy(update=update) for table, update in deciding.changes.items()}
+    return config.model_copy(update=tables), deciding.decisions

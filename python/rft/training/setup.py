@@ -1,0 +1,333 @@
+"""Config -> Run, in the one order of construction: meta, adapters, surgery, shard, weights, optimizer, loader, state."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rft import log
+from rft.adapters.lora import initialise, inject, train_everything
+from rft.checkpoint.load import Checkpoint
+from rft.config.adapter import LoraConfig
+from rft.config.root import Config
+from rft.data.folder import default_root
+from rft.data.loader import Loader
+from rft.data.prepare import Prepared, prepare
+from rft.losses import SftLoss
+from rft.models.attention import choose_backend, install_attention
+from rft.models.aux_loss import RouterLoss
+from rft.models.backbone import Backbone, decoder_layers
+from rft.models.describe import Facts, describe
+from rft.models.head import Head, auto_chunk_rows
+from rft.models.load import build_meta, find_model, materialise
+from rft.models.probe import Probed, probe_architecture, require_packing
+from rft.models.receipts import Receipts
+from rft.models.source import ModelSource
+from rft.models.surgery import apply_swaps
+from rft.models.tokenizer import TokenizerFiles, load_tokenizer
+from rft.optim import BUILDERS, Schedule
+from rft.parallel.apply import apply_replicate, parallelize
+from rft.parallel.fsdp import local_part
+from rft.parallel.mesh import World
+from rft.training.decision import Decision
+from rft.training.flops import count_flops
+from rft.training.machine import Machine, inspect_machine
+from rft.training.resolve import plan_packs_per_step, plan_total_steps, resolve, resolve_for_data, resolve_precision
+from rft.training.resume import accumulate_on_resume
+from rft.training.run import Run
+from rft.training.signals import Signals
+from rft.training.state import TrainState, resume_state
+from rft.training.trackers import check_trackers
+from rft.training.trainee import Trainee
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass
+class Job:
+    """All that is known of a run before a weight is read: the model is on meta, every `auto` is decided."""
+
+    config: Config
+    world: World
+    machine: Machine
+    source: ModelSource
+    tokenizer: TokenizerFiles
+    model: Any
+    """On meta: adapters are injected, nothing is swapped yet."""
+    wide: frozenset[str]
+    """Trained parameters that this architecture computes with in fp32 in any case."""
+    facts: Facts
+    probed: Probed
+    receipts: Receipts = field(default_factory=Receipts)
+    decisions: list[Decision] = field(default_factory=list)
+    prepared: Prepared | None = None
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return DTYPES[self.config.train.precision]
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """Type in which trained weights are kept."""
+        return torch.float32 if self.compute_dtype == torch.float32 else DTYPES[self.config.train.master]
+
+    @property
+    def mode(self) -> str:
+        """How ranks share the work: none, replicate or shard."""
+        return self.config.parallel.data if self.world.world_size > 1 else "none"
+
+
+def inspect_job(config: Config, world: World) -> Job:
+    """Find the model, build it on meta, inject adapters, and decide every `auto` that does not depend on the data."""
+    check_trackers(config.log)
+    machine = inspect_machine(world.device, world.world_size)
+    config, decisions = resolve_precision(config, machine)
+    source = find_model(config.model)
+    tokenizer = load_tokenizer(config.model)
+    compute_dtype = DTYPES[config.train.precision]
+    master_dtype = torch.float32 if compute_dtype == torch.float32 else DTYPES[config.train.master]
+    probed = probe_architecture(source, config.model, world.device)
+    model = build_meta(source, config.model, compute_dtype, vocab_size=tokenizer.vocab_size, attention=probed.attention)
+    receipts = Receipts()
+    wide = frozenset(name for name, p in model.named_parameters() if p.dtype != compute_dtype)
+    if isinstance(config.adapter, LoraConfig):
+        receipts.ask("lora")
+        model = inject(
+            model,
+            config.adapter,
+            dtype=master_dtype,
+            base_id=source.base_id,
+            new_token_ids=tokenizer.added_ids,
+            receipts=receipts,
+        )
+        wide = frozenset()
+    else:
+        receipts.ask("full fine-tuning")
+        train_everything(model, dtype=master_dtype)
+    facts = describe(model)
+    config, more = resolve(
+        config,
+        facts,
+        machine,
+        attention=choose_backend(config.model.attention, world.device, compute_dtype, probed.needs),
+        chunk_rows=auto_chunk_rows(world.device.type, facts.vocab_size),
+        store=str(default_root()),
+    )
+    assert isinstance(config.train.micro_batch, int)
+    require_packing(
+        probed, packing=config.data.packing, micro_batch=config.train.micro_batch, name=type(model).__name__
+    )
+    return Job(
+        config=config,
+        world=world,
+        machine=machine,
+        source=source,
+        tokenizer=tokenizer,
+        model=model,
+        wide=wide,
+        facts=facts,
+        probed=probed,
+        receipts=receipts,
+        decisions=[*decisions, *more],
+    )
+
+
+def resolve_without_weights(config: Config) -> tuple[Config, list[Decision]]:
+    """The config as a run on this machine would have it, and why; reads neither weights nor data."""
+    from rft.parallel.mesh import join_world
+
+    job = inspect_job(config, join_world())
+    return job.config, job.decisions
+
+
+def add_data(job: Job, rows: Iterable[dict[str, Any]] | None) -> None:
+    """Prepare the data or find it prepared, and decide what depends on it."""
+    lead = job.world.local_rank == 0
+    job.prepared = prepare(job.config.data, job.tokenizer, rows=rows, lead=lead)
+    assert job.config.data.seq_len is not None
+    lengths = np.minimum(job.prepared.train.lengths().astype(np.float64), job.config.data.seq_len)
+    job.config, decisions = resolve_for_data(
+        job.config, job.machine, float((lengths**2).sum() / lengths.sum()), job.facts.is_moe
+    )
+    job.decisions += decisions
+
+
+def build_run(job: Job, run_dir: Path, checkpoint: Checkpoint | None) -> Run:
+    """Weights, optimizer, loaders and state: a Run that is ready for its next step.
+
+    checkpoint: where to go on from; None = from the start. Raises RftError kinds for whatever cannot be had as asked.
+    """
+    be_deterministic(job)
+    seed_everything(job.config.train.seed)
+    loader, eval_loader = build_loaders(job)
+    packs_per_step = plan_steps(job, loader, checkpoint)
+    total_steps = plan_total_steps(job.config, lambda epoch: loader.steps_in_epoch(epoch, packs_per_step))
+    trainee = build_trainee(job)
+    optimizer = build_optimizer(job, trainee)
+    config = job.config
+    run = Run(
+        config=config,
+        decisions=job.decisions,
+        run_dir=run_dir,
+        device=job.world.device,
+        model=trainee.model,
+        trainee=trainee,
+        losses=trainee.losses,
+        optimizer=optimizer,
+        schedule=Schedule(config.optim.schedule, total_steps, optimizer.param_groups),
+        loader=loader,
+        packs_per_step=packs_per_step,
+        total_steps=total_steps,
+        state=TrainState(packs_per_step=packs_per_step, total_steps=total_steps, eval_key=eval_key(job)),
+        eval_loader=eval_loader,
+        rank=job.world.rank,
+        world_size=job.world.world_size,
+        local_rank=job.world.local_rank,
+        data_group=job.world.group,
+        signals=Signals(config.checkpoint.signal_timeout_seconds),
+        source=job.source,
+        tokenizer=job.tokenizer,
+        prepared=job.prepared,
+        flops=count_flops(trainee.model, job.facts),
+        device_name=job.machine.device_name,
+        receipts=job.receipts.to_json(),
+    )
+    seed_everything(
+        config.train.seed + job.world.rank
+    )  # dropout differs by rank, and does not depend on how weights were read
+    if checkpoint is not None:
+        resume_state(run, checkpoint)
+        run.saved_step, run.saved_path = checkpoint.step, checkpoint.path
+    return run
+
+
+def build_trainee(job: Job) -> Trainee:
+    """The model with everything swapped in, sharded where asked, its weights read, around which the trainee is put."""
+    config, world, model = job.config, job.world, job.model
+    apply_swaps(model, job.receipts, device=world.device)
+    attention = install_attention(model, config.model.attention)
+    job.receipts.apply(
+        f"attention {config.model.attention}", job.facts.num_layers, job.facts.num_layers, "documents kept apart"
+    )
+    router = train_router(job)
+    losses = SftLoss(router=router is not None)
+    head = Head(model, job.probed.transform, chunk_rows=config.loss.chunk_rows)
+    job.receipts.apply("loss head", 1, 1, f"{config.loss.chunk_rows} rows of logits at a time, labelled rows alone")
+    backbone = Backbone(model, attention, router_logits=losses.router, isolate=job.probed.isolates)
+    trainee = Trainee(model, backbone, head, losses, router=router)
+    mixed = job.compute_dtype if job.compute_dtype != job.master_dtype else None
+    parallelize(trainee, world, job.mode, layers=list(decoder_layers(model)), compute_dtype=mixed)  # type: ignore[arg-type]
+    if job.mode != "none":
+        how = {"shard": "FSDP2, a group a layer", "replicate": "gradients summed in fp32 during the backward"}[job.mode]
+        job.receipts.apply(f"parallel {job.mode}", 1, 1, f"{world.world_size} ranks, {how}")
+    materialise(model, job.source, world.device, root=trainee, local_part=local_part)
+    if isinstance(config.adapter, LoraConfig):
+        initialise(model, config.adapter, seed=config.train.seed, local_part=local_part)
+    if job.mode == "replicate":
+        apply_replicate(trainee, world)
+    return trainee.train()
+
+
+def train_router(job: Job) -> RouterLoss | None:
+    """The router's balance loss where the router is trained; raises Refused where it cannot be had."""
+    if not job.facts.is_moe or isinstance(job.config.adapter, LoraConfig):
+        return None
+    loss = RouterLoss.of(job.source.config, job.probed)
+    job.receipts.apply("router balance loss", 1, 1, "a pack at a time, over its real tokens")
+    return loss
+
+
+def build_optimizer(job: Job, trainee: Trainee) -> Any:
+    """AdamW over what is trained. Where ranks hold whole weights, bf16 copies are computed with and fp32 masters updated."""
+    config = job.config
+    split = job.master_dtype != job.compute_dtype and job.mode != "shard"  # FSDP2 keeps fp32 shards and gathers bf16
+    named = [(name, p) for name, p in trainee.named_parameters() if p.requires_grad]
+    tables = {id(p) for m in trainee.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters()}
+    return BUILDERS[type(config.optim)](
+        named,
+        config.optim,
+        compute_dtype=job.compute_dtype if split else None,
+        keep=frozenset(f"model.{name}" for name in job.wide),
+        embeddings=frozenset(name for name, p in named if id(p) in tables),
+    )
+
+
+# ---- data
+
+
+def build_loaders(job: Job) -> tuple[Loader, Loader | None]:
+    """Training packs in the epoch's seeded order, held-out packs in the set's own."""
+    assert job.prepared is not None
+    data, train = job.config.data, job.config.train
+    assert data.seq_len is not None
+    common: dict[str, Any] = {
+        "seq_len": data.seq_len,
+        "packing": data.packing,
+        "overlong": data.overlong,
+        "seed": train.seed,
+        "pad_id": job.tokenizer.pad_id,
+        "rank": job.world.rank,
+        "world_size": job.world.world_size,
+        "micro_batch": train.micro_batch,
+        "device": job.world.device,
+    }
+    loader = Loader(job.prepared.train, **common)
+    held_out = job.prepared.eval
+    eval_loader = None if held_out is None else Loader(held_out, **common, shuffle=False, name="eval")
+    loader.plan(0)  # raises where no label survives, before any weight is read
+    if eval_loader is not None:
+        eval_loader.plan(0)
+    return loader, eval_loader
+
+
+def plan_steps(job: Job, loader: Loader, checkpoint: Checkpoint | None) -> int:
+    """Packs of a step over all ranks. A resumed run keeps what it had, dealt out anew over the ranks of now."""
+    world_size, train = job.world.world_size, job.config.train
+    if checkpoint is not None and isinstance(checkpoint.state.get("packs_per_step"), int):
+        packs = checkpoint.state["packs_per_step"]
+        assert isinstance(train.micro_batch, int)
+        if train.accumulate is None or checkpoint.world_size != world_size:
+            accumulate_on_resume(packs, train.micro_batch, world_size)  # raises where it does not divide
+            return packs
+    plan = loader.plan(0)
+    packs, _ = plan_packs_per_step(job.config, world_size, plan.num_tokens / plan.num_packs)
+    return packs
+
+
+def eval_key(job: Job) -> str:
+    assert job.prepared is not None
+    return "" if job.prepared.eval is None else job.prepared.eval.key
+
+
+# ---- randomness
+
+
+def seed_everything(seed: int) -> None:
+    """Every generator that a library may draw from."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def be_deterministic(job: Job) -> None:
+    """Bit-equal repeats where `train.deterministic` says so; a CPU gives them anyway, for one number of threads."""
+    wanted = bool(job.config.train.deterministic)
+    if job.world.device.type == "cuda":
+        if wanted:
+            # Read by cuBLAS when it makes its first handle, which is at the first matmul, later than here.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # time for nothing
+        torch.use_deterministic_algorithms(wanted)
+        reason = next((d.reason for d in job.decisions if d.key == "train.deterministic"), "as the config says")
+        if wanted:
+            job.receipts.apply("deterministic", 1, 1, reason)
+        else:
+            job.receipts.decline("deterministic", 1, reason)
+        log.detail("exact", f"deterministic algorithms {'on' if wanted else 'off'}: {reason}")

@@ -1,0 +1,160 @@
+//! What was read, kept and dropped, and why: read = kept + dropped, always.
+
+use std::collections::BTreeMap;
+
+use serde_json::{Value as Json, json};
+
+use crate::error::{Error, Kind};
+use crate::example::{Format, Reason, RowError};
+use crate::spec::{Source, Spec, TrainOn};
+use crate::store::Writer;
+use crate::tokens::Tokens;
+
+/// Examples kept of each reason.
+const NOTES: usize = 5;
+
+/// A dropped row to show.
+#[derive(Clone, Debug)]
+pub struct Note {
+    /// File and line.
+    pub place: String,
+    /// What is wrong with it.
+    pub text: String,
+}
+
+#[derive(Debug)]
+struct SourceCounts {
+    path: String,
+    format: Format,
+    evidence: String,
+    read: u64,
+    kept: u64,
+    tokens: u64,
+    trained: u64,
+}
+
+/// Counts of a preparation.
+#[derive(Debug, Default)]
+pub struct Counts {
+    read: u64,
+    kept: u64,
+    dropped: BTreeMap<Reason, u64>,
+    notes: BTreeMap<Reason, Vec<Note>>,
+    sources: Vec<SourceCounts>,
+    spelled: u64,
+    straddling: u64,
+    methods: BTreeMap<&'static str, u64>,
+}
+
+impl Counts {
+    /// From here on rows are those of this file.
+    pub fn begin_source(&mut self, source: &Source, format: Format, evidence: &str) {
+        self.sources.push(SourceCounts {
+            path: source.path.clone(),
+            format,
+            evidence: evidence.into(),
+            read: 0,
+            kept: 0,
+            tokens: 0,
+            trained: 0,
+        });
+    }
+
+    /// Rows read so far.
+    pub fn read(&self) -> u64 {
+        self.read
+    }
+
+    /// Counts a row that is kept.
+    pub fn keep(&mut self, tokens: &Tokens) {
+        let trained = tokens.trained.iter().filter(|bit| **bit).count() as u64;
+        self.read += 1;
+        self.kept += 1;
+        self.spelled += u64::from(tokens.spelled);
+        self.straddling += tokens.straddling;
+        let method = tokens.method.map_or("raw text", |method| method.name());
+        *self.methods.entry(method).or_default() += 1;
+        if let Some(source) = self.sources.last_mut() {
+            source.read += 1;
+            source.kept += 1;
+            source.tokens += tokens.ids.len() as u64;
+            source.trained += trained;
+        }
+    }
+
+    /// Counts a row that is dropped.
+    pub fn drop_row(&mut self, error: &RowError, note: Note) {
+        self.read += 1;
+        *self.dropped.entry(error.reason).or_default() += 1;
+        if let Some(source) = self.sources.last_mut() {
+            source.read += 1;
+        }
+        let notes = self.notes.entry(error.reason).or_default();
+        if notes.len() < NOTES && !note.text.is_empty() {
+            notes.push(note);
+        }
+    }
+
+    /// For the manifest and the caller.
+    pub fn to_json(&self, writer: &Writer, no_control_tokens: bool) -> Json {
+        let dropped: BTreeMap<&str, u64> = self.dropped.iter().map(|(reason, n)| (reason.name(), *n)).collect();
+        let notes = |notes: &Vec<Note>| notes.iter().map(|note| format!("{}: {}", note.place, note.text)).collect();
+        let examples: BTreeMap<&str, Vec<String>> = self
+            .notes
+            .iter()
+            .filter(|(_, list)| !list.is_empty())
+            .map(|(reason, list)| (reason.name(), notes(list)))
+            .collect();
+        let sources: Vec<Json> = self
+            .sources
+            .iter()
+            .map(|source| {
+                json!({
+                    "path": source.path,
+                    "format": source.format.name(),
+                    "evidence": source.evidence,
+                    "read": source.read,
+                    "kept": source.kept,
+                    "tokens": source.tokens,
+                    "trained_tokens": source.trained,
+                })
+            })
+            .collect();
+        json!({
+            "read": self.read,
+            "kept": self.kept,
+            "dropped": dropped,
+            "dropped_examples": examples,
+            "documents": writer.num_documents(),
+            "tokens": writer.num_tokens(),
+            "trained_tokens": writer.trained_tokens(),
+            "straddling_tokens": self.straddling,
+            "control_token_rows": self.spelled,
+            "mask_methods": self.methods,
+            "no_control_tokens": no_control_tokens,
+            "sources": sources,
+        })
+    }
+
+    /// The error of a set in which nothing is trained on.
+    pub fn nothing_trained(&self, spec: &Spec) -> Error {
+        let place = match spec.sources.as_slice() {
+            [source] => source.shown().to_string(),
+            sources => format!("{} files", sources.len()),
+        };
+        let dropped: Vec<String> = self.dropped.iter().map(|(reason, n)| format!("{n} {}", reason.name())).collect();
+        let why = if dropped.is_empty() {
+            String::new()
+        } else {
+            format!(": {} rows read, {}", self.read, dropped.join(", "))
+        };
+        let remedy = match (self.read, &spec.train_on) {
+            (0, _) => "check data.train: the files hold no rows".to_string(),
+            (_, TrainOn::All) => "look at the rows dropped, and at data.on_error".to_string(),
+            _ => "look at data.train_on and at the rows dropped; a template with {% generation %} tags trains only on what they hold".to_string(),
+        };
+        Error::new(Kind::Data, place, format!("no token to train on{why}"))
+            .wanted("at least one row with a turn or a text to learn")
+            .remedy(remedy)
+    }
+}

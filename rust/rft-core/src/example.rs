@@ -1,0 +1,711 @@
+//! One row -> [`Example`]: every dataset format lives here, with the fields it reads and how it is recognised.
+
+use serde_json::{Map, Value, json};
+
+use crate::jsonl::Layout;
+use crate::spec::Source;
+
+/// What kind of rows a file holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Format {
+    /// `{"messages": [{"role", "content"}]}`.
+    Messages,
+    /// `{"conversations": [{"from", "value"}]}`.
+    ShareGpt,
+    /// `{"instruction", "input", "output"}`.
+    Alpaca,
+    /// `{"prompt", "completion"}`.
+    PromptCompletion,
+    /// `{"text"}`.
+    Text,
+}
+
+impl Format {
+    const ALL: [Format; 5] =
+        [Format::Messages, Format::ShareGpt, Format::Alpaca, Format::PromptCompletion, Format::Text];
+
+    /// The name in configs.
+    pub fn name(self) -> &'static str {
+        match self {
+            Format::Messages => "messages",
+            Format::ShareGpt => "sharegpt",
+            Format::Alpaca => "alpaca",
+            Format::PromptCompletion => "prompt_completion",
+            Format::Text => "text",
+        }
+    }
+
+    /// The format of a name.
+    pub fn from_name(name: &str) -> Option<Format> {
+        Format::ALL.into_iter().find(|format| format.name() == name)
+    }
+
+    /// Our field names, and what they are called where the config says nothing.
+    fn fields(self) -> &'static [(&'static str, &'static [&'static str])] {
+        const TOOLS: &[&str] = &["tools"];
+        const WEIGHT: &[&str] = &["loss_weight"];
+        match self {
+            Format::Messages => &[
+                ("messages", &["messages", "conversations", "conversation"]),
+                ("role", &["role"]),
+                ("content", &["content"]),
+                ("tools", TOOLS),
+                ("loss_weight", WEIGHT),
+            ],
+            Format::ShareGpt => &[
+                ("messages", &["conversations", "conversation", "messages"]),
+                ("role", &["from"]),
+                ("content", &["value"]),
+                ("system", &["system"]),
+                ("tools", TOOLS),
+                ("loss_weight", WEIGHT),
+            ],
+            Format::Alpaca => &[
+                ("instruction", &["instruction"]),
+                ("input", &["input"]),
+                ("output", &["output", "response"]),
+                ("system", &["system"]),
+                ("loss_weight", WEIGHT),
+            ],
+            Format::PromptCompletion => {
+                &[("prompt", &["prompt"]), ("completion", &["completion"]), ("tools", TOOLS), ("loss_weight", WEIGHT)]
+            }
+            Format::Text => &[("text", &["text"]), ("loss_weight", WEIGHT)],
+        }
+    }
+}
+
+/// A turn of a chat.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Message {
+    /// system, developer, user, assistant or tool.
+    pub role: String,
+    /// All fields as the template sees them, `role` among them.
+    pub fields: Map<String, Value>,
+    /// Whether it is trained on, where the row says so.
+    pub train: Option<bool>,
+    /// Factor of its loss.
+    pub weight: f32,
+}
+
+/// A conversation for the chat template.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Chat {
+    /// The turns.
+    pub messages: Vec<Message>,
+    /// What the template sees beside them: tools, documents, and so on.
+    pub extra: Map<String, Value>,
+}
+
+/// What a row holds.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Content {
+    /// A conversation.
+    Chat(Chat),
+    /// Raw text that is read, then raw text that is learned.
+    Pair(String, String),
+    /// Raw text, all of it learned.
+    Text(String),
+}
+
+/// A row, parsed.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Example {
+    /// What it holds.
+    pub content: Content,
+    /// Factor of its loss.
+    pub weight: f32,
+}
+
+/// Why a row is left out. `Bad` ones stop the run unless bad rows are skipped.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RowError {
+    /// What it is counted as.
+    pub reason: Reason,
+    /// Field of the row, as in `messages[1].role`; may be empty.
+    pub field: String,
+    /// What is there.
+    pub problem: String,
+    /// What is accepted.
+    pub wanted: String,
+    /// What to do.
+    pub remedy: String,
+}
+
+/// What a dropped row is counted as.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Reason {
+    /// It cannot be read.
+    BadRow,
+    /// The template does not take it.
+    TemplateError,
+    /// There is nothing in it.
+    Empty,
+    /// Nothing in it is trained on.
+    NoTrainedToken,
+    /// It belongs to the held-out part.
+    HeldOut,
+    /// It belongs to the training part.
+    NotHeldOut,
+}
+
+impl Reason {
+    /// The words in counts.
+    pub fn name(self) -> &'static str {
+        match self {
+            Reason::BadRow => "bad row",
+            Reason::TemplateError => "template error",
+            Reason::Empty => "empty",
+            Reason::NoTrainedToken => "no trained token",
+            Reason::HeldOut => "held out",
+            Reason::NotHeldOut => "not held out",
+        }
+    }
+
+    /// Whether it is a fault of the row, as opposed to a choice.
+    pub fn is_error(self) -> bool {
+        matches!(self, Reason::BadRow | Reason::TemplateError)
+    }
+}
+
+impl RowError {
+    /// A row dropped for a reason, with what is there.
+    pub fn new(reason: Reason, field: impl Into<String>, problem: impl Into<String>) -> Self {
+        RowError { reason, field: field.into(), problem: problem.into(), wanted: String::new(), remedy: String::new() }
+    }
+
+    /// A row that cannot be read.
+    pub fn bad(field: impl Into<String>, problem: impl Into<String>, wanted: impl Into<String>) -> Self {
+        RowError { wanted: wanted.into(), ..RowError::new(Reason::BadRow, field, problem) }
+    }
+
+    /// Says what to do.
+    pub fn remedy(mut self, remedy: impl Into<String>) -> Self {
+        self.remedy = remedy.into();
+        self
+    }
+}
+
+type RowResult<T> = std::result::Result<T, RowError>;
+
+const ROLES: [&str; 5] = ["system", "developer", "user", "assistant", "tool"];
+const SKIP_HINT: &str = "fix the row, or skip bad rows with data.on_error = \"skip\"";
+
+/// Reads rows of one format with one source's own names.
+#[derive(Clone, Debug)]
+pub struct Parser {
+    format: Format,
+    source: Source,
+}
+
+impl Parser {
+    /// A parser; says which of the source's own field names the format does not have.
+    pub fn new(format: Format, source: &Source) -> std::result::Result<Parser, String> {
+        for ours in source.fields.keys() {
+            if !format.fields().iter().any(|(name, _)| name == ours) {
+                let known: Vec<&str> = format.fields().iter().map(|(name, _)| *name).collect();
+                return Err(format!("format {} has no field {ours:?}; it has {}", format.name(), known.join(", ")));
+            }
+        }
+        Ok(Parser { format, source: source.clone() })
+    }
+
+    /// The format that it reads.
+    pub fn format(&self) -> Format {
+        self.format
+    }
+
+    /// One row's bytes -> an example, or why not.
+    pub fn parse(&self, bytes: &[u8], layout: Layout) -> RowResult<Example> {
+        if layout == Layout::Text {
+            let text = utf8(bytes)?;
+            return Ok(Example { content: Content::Text(text.to_string()), weight: 1.0 });
+        }
+        let mut row = parse_object(bytes)?;
+        let name = self.name("loss_weight", &row);
+        let weight = take_weight(&mut row, name, "")?;
+        let content = match self.format {
+            Format::Messages | Format::ShareGpt => self.chat(&mut row)?,
+            Format::Alpaca => self.alpaca(&mut row)?,
+            Format::PromptCompletion => self.pair(&mut row)?,
+            Format::Text => Content::Text(self.text(&mut row, "text")?),
+        };
+        Ok(Example { content, weight })
+    }
+
+    /// What the row calls our field.
+    fn name(&self, ours: &str, row: &Map<String, Value>) -> String {
+        if let Some(theirs) = self.source.fields.get(ours) {
+            return theirs.clone();
+        }
+        let names = self.format.fields().iter().find(|(name, _)| *name == ours).map_or(&[][..], |(_, names)| names);
+        let present = names.iter().find(|name| row.contains_key(**name));
+        present.or(names.first()).map_or(ours, |name| *name).to_string()
+    }
+
+    fn missing(&self, name: &str, row: &Map<String, Value>) -> RowError {
+        let have: Vec<String> = row.keys().map(|key| format!("{key:?}")).collect();
+        let have = if have.is_empty() { "no fields".to_string() } else { format!("the fields {}", have.join(", ")) };
+        RowError::bad(
+            "",
+            format!("no field {name:?} (the row has {have})"),
+            format!("rows of format {}", self.format.name()),
+        )
+        .remedy("name it in [data.train.fields], or set format")
+    }
+
+    /// A field that must be a string. `null` counts as missing.
+    fn text(&self, row: &mut Map<String, Value>, ours: &str) -> RowResult<String> {
+        let name = self.name(ours, row);
+        match row.remove(&name) {
+            Some(Value::String(text)) => Ok(text),
+            Some(Value::Null) | None => Err(self.missing(&name, row)),
+            Some(other) => Err(RowError::bad(&name, kind_of(&other), "a string").remedy(SKIP_HINT)),
+        }
+    }
+
+    /// A field that may be a string, null or absent.
+    fn optional_text(&self, row: &mut Map<String, Value>, ours: &str) -> RowResult<String> {
+        let name = self.name(ours, row);
+        match row.remove(&name) {
+            Some(Value::String(text)) => Ok(text),
+            Some(Value::Null) | None => Ok(String::new()),
+            Some(other) => Err(RowError::bad(&name, kind_of(&other), "a string, null or nothing").remedy(SKIP_HINT)),
+        }
+    }
+
+    fn chat(&self, row: &mut Map<String, Value>) -> RowResult<Content> {
+        let name = self.name("messages", row);
+        let list = match row.remove(&name) {
+            Some(Value::Array(list)) => list,
+            Some(Value::Null) | None => return Err(self.missing(&name, row)),
+            Some(other) => {
+                let wanted = match self.format {
+                    Format::ShareGpt => "a list of {from, value}",
+                    _ => "a list of {role, content}",
+                };
+                return Err(RowError::bad(&name, kind_of(&other), wanted).remedy(SKIP_HINT));
+            }
+        };
+        let mut messages = Vec::with_capacity(list.len() + 1);
+        if self.format == Format::ShareGpt {
+            let system = self.optional_text(row, "system")?;
+            if !system.is_empty() {
+                messages.push(plain_message("system", &system));
+            }
+        }
+        for (index, value) in list.into_iter().enumerate() {
+            messages.push(self.message(value, &format!("{name}[{index}]"))?);
+        }
+        Ok(Content::Chat(Chat { messages, extra: self.extra(row)? }))
+    }
+
+    fn message(&self, value: Value, place: &str) -> RowResult<Message> {
+        let Value::Object(mut given) = value else {
+            return Err(RowError::bad(place, kind_of(&value), "an object with a role and a content").remedy(SKIP_HINT));
+        };
+        let role_name = self.name("role", &given);
+        let theirs = match given.remove(&role_name) {
+            Some(Value::String(role)) => role,
+            Some(other) => {
+                return Err(
+                    RowError::bad(format!("{place}.{role_name}"), kind_of(&other), "a string").remedy(SKIP_HINT)
+                );
+            }
+            None => {
+                return Err(RowError::bad(
+                    place,
+                    format!("no field {role_name:?}"),
+                    "an object with a role and a content",
+                )
+                .remedy(SKIP_HINT));
+            }
+        };
+        let role = self.role(&theirs).ok_or_else(|| {
+            RowError::bad(
+                format!("{place}.{role_name}"),
+                format!("{theirs:?} is not a role"),
+                "system, user, assistant or tool",
+            )
+            .remedy(format!(
+                "fix the row, map the role with [data.train.roles] (\"{theirs}\" = \"assistant\"), or skip bad rows with data.on_error = \"skip\""
+            ))
+        })?;
+        let train = match given.remove("train") {
+            None | Some(Value::Null) => None,
+            Some(Value::Bool(train)) => Some(train),
+            Some(other) => {
+                return Err(RowError::bad(format!("{place}.train"), kind_of(&other), "true or false").remedy(SKIP_HINT));
+            }
+        };
+        let weight = take_weight(&mut given, "loss_weight".into(), place)?;
+        let content_name = self.name("content", &given);
+        let content = match given.remove(&content_name) {
+            Some(content) => Some(flat_content(content, &format!("{place}.{content_name}"))?),
+            None if given.contains_key("tool_calls") || given.contains_key("reasoning_content") => None,
+            None => {
+                return Err(RowError::bad(
+                    place,
+                    format!("no field {content_name:?}"),
+                    "an object with a role and a content",
+                )
+                .remedy(SKIP_HINT));
+            }
+        };
+        let mut fields = Map::new();
+        fields.insert("role".into(), Value::String(role.clone()));
+        if let Some(content) = content {
+            fields.insert("content".into(), content);
+        }
+        if theirs == "function_call" && role == "assistant" {
+            call_of_text(&mut fields);
+        }
+        for (key, value) in given {
+            fields.insert(key, value);
+        }
+        alias_reasoning(&mut fields);
+        Ok(Message { role, fields, train, weight })
+    }
+
+    fn role(&self, theirs: &str) -> Option<String> {
+        if let Some(role) = self.source.roles.get(theirs) {
+            return Some(role.clone());
+        }
+        if ROLES.contains(&theirs) {
+            return Some(theirs.to_string());
+        }
+        if self.format != Format::ShareGpt {
+            return None;
+        }
+        let role = match theirs {
+            "human" => "user",
+            "gpt" | "chatgpt" | "bot" | "model" | "function_call" => "assistant",
+            "observation" | "function" | "function_response" => "tool",
+            _ => return None,
+        };
+        Some(role.to_string())
+    }
+
+    fn alpaca(&self, row: &mut Map<String, Value>) -> RowResult<Content> {
+        let mut user = self.text(row, "instruction")?;
+        let input = self.optional_text(row, "input")?;
+        let output = self.text(row, "output")?;
+        let system = self.optional_text(row, "system")?;
+        if output.trim().is_empty() {
+            return Err(RowError::new(Reason::Empty, self.name("output", row), "nothing to learn"));
+        }
+        if !input.is_empty() {
+            user.push_str("\n\n");
+            user.push_str(&input);
+        }
+        let mut messages = Vec::with_capacity(3);
+        if !system.is_empty() {
+            messages.push(plain_message("system", &system));
+        }
+        messages.push(plain_message("user", &user));
+        messages.push(plain_message("assistant", &output));
+        Ok(Content::Chat(Chat { messages, extra: Map::new() }))
+    }
+
+    fn pair(&self, row: &mut Map<String, Value>) -> RowResult<Content> {
+        let (prompt_name, completion_name) = (self.name("prompt", row), self.name("completion", row));
+        if row.get(&prompt_name).is_some_and(Value::is_array) && row.get(&completion_name).is_some_and(Value::is_array)
+        {
+            return self.chat_pair(row, &prompt_name, &completion_name);
+        }
+        let prompt = self.text(row, "prompt")?;
+        let completion = self.text(row, "completion")?;
+        if completion.is_empty() {
+            return Err(RowError::new(Reason::Empty, completion_name, "nothing to learn"));
+        }
+        Ok(Content::Pair(prompt, completion))
+    }
+
+    /// Prompt and completion as lists of messages: one chat of which only the completion is trained on.
+    fn chat_pair(&self, row: &mut Map<String, Value>, prompt: &str, completion: &str) -> RowResult<Content> {
+        let mut messages = Vec::new();
+        for (name, learned) in [(prompt, false), (completion, true)] {
+            let Some(Value::Array(list)) = row.remove(name) else { continue };
+            for (index, value) in list.into_iter().enumerate() {
+                let mut message = self.message(value, &format!("{name}[{index}]"))?;
+                if !learned {
+                    message.train = Some(false);
+                }
+                messages.push(message);
+            }
+        }
+        Ok(Content::Chat(Chat { messages, extra: self.extra(row)? }))
+    }
+
+    /// What the template sees beside the messages. Tools may be JSON in a string.
+    fn extra(&self, row: &mut Map<String, Value>) -> RowResult<Map<String, Value>> {
+        let mut extra = Map::new();
+        let name = self.name("tools", row);
+        match row.remove(&name) {
+            None | Some(Value::Null) => {}
+            Some(Value::String(text)) if text.trim().is_empty() => {}
+            Some(Value::String(text)) => match serde_json::from_str(&text) {
+                Ok(tools @ Value::Array(_)) => {
+                    extra.insert("tools".into(), tools);
+                }
+                _ => {
+                    return Err(
+                        RowError::bad(&name, "a string that is no JSON list", "a list of tools").remedy(SKIP_HINT)
+                    );
+                }
+            },
+            Some(tools @ Value::Array(_)) => {
+                extra.insert("tools".into(), tools);
+            }
+            Some(other) => return Err(RowError::bad(&name, kind_of(&other), "a list of tools").remedy(SKIP_HINT)),
+        }
+        if extra.get("tools").is_some_and(|tools| tools.as_array().is_some_and(Vec::is_empty)) {
+            extra.remove("tools");
+        }
+        if let Some(documents @ Value::Array(_)) = row.remove("documents") {
+            extra.insert("documents".into(), documents);
+        }
+        if let Some(Value::Object(options)) = row.remove("chat_template_kwargs") {
+            extra.extend(options);
+        }
+        Ok(extra)
+    }
+}
+
+fn utf8(bytes: &[u8]) -> RowResult<&str> {
+    std::str::from_utf8(bytes).map_err(|e| {
+        RowError::bad("", format!("not UTF-8 at byte {} of the line", e.valid_up_to()), "text in UTF-8")
+            .remedy("convert the file to UTF-8, or skip bad rows with data.on_error = \"skip\"")
+    })
+}
+
+fn parse_object(bytes: &[u8]) -> RowResult<Map<String, Value>> {
+    match serde_json::from_str(utf8(bytes)?) {
+        Ok(Value::Object(row)) => Ok(row),
+        Ok(other) => {
+            Err(RowError::bad("", kind_of(&other).replacen("it", "the row", 1), "a JSON object").remedy(SKIP_HINT))
+        }
+        Err(e) => {
+            let what = e.to_string();
+            // serde_json ends with " at line 1 column N"; the line is always 1 here and only confuses.
+            let what = what.split(" at line ").next().unwrap_or(&what);
+            let problem = format!("not valid JSON: {what} at column {}", e.column());
+            Err(RowError::bad("", problem, "a JSON object a line").remedy(SKIP_HINT))
+        }
+    }
+}
+
+fn kind_of(value: &Value) -> &'static str {
+    match value {
+        Value::Null => "it is null",
+        Value::Bool(_) => "it is true or false",
+        Value::Number(_) => "it is a number",
+        Value::String(_) => "it is a string",
+        Value::Array(_) => "it is a list",
+        Value::Object(_) => "it is an object",
+    }
+}
+
+fn take_weight(fields: &mut Map<String, Value>, name: String, place: &str) -> RowResult<f32> {
+    match fields.remove(&name) {
+        None | Some(Value::Null) => Ok(1.0),
+        Some(value) => match value.as_f64() {
+            Some(weight) if weight >= 0.0 && (weight as f32).is_finite() => Ok(weight as f32),
+            _ => {
+                let field = if place.is_empty() { name } else { format!("{place}.{name}") };
+                Err(RowError::bad(field, format!("{value} is not a weight"), "a number from 0 up").remedy(SKIP_HINT))
+            }
+        },
+    }
+}
+
+/// A list of text parts becomes the text that templates make of it; other parts are refused.
+fn flat_content(content: Value, place: &str) -> RowResult<Value> {
+    match content {
+        Value::String(_) | Value::Null => Ok(content),
+        Value::Array(parts) => {
+            let mut text = String::new();
+            for (index, part) in parts.iter().enumerate() {
+                match part {
+                    Value::String(piece) => text.push_str(piece),
+                    Value::Object(part) => match (part.get("type"), part.get("text")) {
+                        (None, Some(Value::String(piece))) => text.push_str(piece),
+                        (Some(Value::String(kind)), Some(Value::String(piece))) if kind == "text" => {
+                            text.push_str(piece);
+                        }
+                        (kind, _) => {
+                            let kind = kind.map_or("no type".to_string(), |kind| format!("type {kind}"));
+                            return Err(RowError::bad(format!("{place}[{index}]"), kind, "parts of type \"text\"")
+                                .remedy(SKIP_HINT));
+                        }
+                    },
+                    other => {
+                        return Err(RowError::bad(
+                            format!("{place}[{index}]"),
+                            kind_of(other),
+                            "parts of type \"text\"",
+                        )
+                        .remedy(SKIP_HINT));
+                    }
+                }
+            }
+            Ok(Value::String(text))
+        }
+        other => Err(RowError::bad(place, kind_of(&other), "a string or a list of text parts").remedy(SKIP_HINT)),
+    }
+}
+
+fn plain_message(role: &str, content: &str) -> Message {
+    let mut fields = Map::new();
+    fields.insert("role".into(), role.into());
+    fields.insert("content".into(), content.into());
+    Message { role: role.into(), fields, train: None, weight: 1.0 }
+}
+
+/// ShareGPT's `function_call` turns hold `{"name", "arguments"}` as text: they become a tool call.
+fn call_of_text(fields: &mut Map<String, Value>) {
+    let Some(Value::String(text)) = fields.get("content") else { return };
+    let Ok(Value::Object(call)) = serde_json::from_str::<Value>(text) else { return };
+    if !call.contains_key("name") {
+        return;
+    }
+    fields.insert("content".into(), Value::String(String::new()));
+    fields.insert("tool_calls".into(), json!([{"type": "function", "function": call}]));
+}
+
+/// `transformers` hands reasoning to templates under all names that they use.
+fn alias_reasoning(fields: &mut Map<String, Value>) {
+    let found = ["reasoning_content", "thinking", "reasoning"]
+        .iter()
+        .find_map(|name| fields.get(*name).filter(|value| !value.is_null()))
+        .cloned();
+    if let Some(reasoning) = found {
+        if !fields.contains_key("thinking") {
+            fields.insert("thinking".into(), reasoning.clone());
+        }
+        fields.insert("reasoning_content".into(), reasoning);
+    }
+}
+
+/// The format of a file's first rows and a sentence that says why.
+///
+/// # Errors
+/// What is there and what to write, where no format fits.
+pub fn detect(rows: &[Map<String, Value>], source: &Source) -> std::result::Result<(Format, String), RowError> {
+    check_fields(rows.first(), source)?;
+    for format in Format::ALL {
+        let Ok(parser) = Parser::new(format, source) else { continue };
+        if let Some(evidence) = rows.first().and_then(|row| parser.evidence(row)) {
+            let agree = rows.iter().filter(|row| parser.evidence(row).is_some()).count();
+            let sample = match (agree, rows.len()) {
+                (1, 1) => "the first row has".to_string(),
+                (a, n) if a == n => format!("the first {n} rows have"),
+                (a, n) => format!("{a} of the first {n} rows have"),
+            };
+            return Ok((format, format!("{sample} {evidence}")));
+        }
+    }
+    Err(unknown_format(rows.first()))
+}
+
+/// The source's own field names must be fields of a format, and in the row.
+fn check_fields(row: Option<&Map<String, Value>>, source: &Source) -> RowResult<()> {
+    if source.fields.is_empty() {
+        return Ok(());
+    }
+    if Format::ALL.into_iter().all(|format| Parser::new(format, source).is_err()) {
+        let ours: Vec<String> = source.fields.keys().map(|ours| format!("{ours:?}")).collect();
+        let names = |format: Format| {
+            let names: Vec<&str> = format.fields().iter().map(|(name, _)| *name).collect();
+            format!("{} ({})", format.name(), names.join(", "))
+        };
+        let formats: Vec<String> = Format::ALL.into_iter().map(names).collect();
+        let problem = format!("[data.train.fields] names {}: no format has all of these", ours.join(", "));
+        return Err(RowError::bad("", problem, format!("the fields of one format: {}", formats.join("; "))));
+    }
+    let Some(row) = row else { return Ok(()) };
+    for (ours, theirs) in &source.fields {
+        // These two are fields of a message, and tools and weights may be in some rows only.
+        let optional = ["role", "content", "tools", "loss_weight", "system", "input"].contains(&ours.as_str());
+        if !optional && !row.contains_key(theirs) {
+            let have: Vec<String> = row.keys().map(|key| format!("{key:?}")).collect();
+            let problem = format!("no field {theirs:?}, which [data.train.fields] names as {ours}");
+            return Err(RowError::bad("", problem, format!("one of the row's fields: {}", have.join(", "))));
+        }
+    }
+    Ok(())
+}
+
+impl Parser {
+    /// What in a row speaks for this format.
+    fn evidence(&self, row: &Map<String, Value>) -> Option<String> {
+        let string = |ours: &str| row.get(&self.name(ours, row)).is_some_and(Value::is_string);
+        match self.format {
+            Format::Messages | Format::ShareGpt => {
+                let name = self.name("messages", row);
+                let first = row.get(&name)?.as_array()?.first()?.as_object()?;
+                let (role, content) = (self.name("role", first), self.name("content", first));
+                first.get(&role)?.as_str()?;
+                if !first.contains_key(&content) && !first.contains_key("tool_calls") {
+                    return None;
+                }
+                Some(format!("{name:?}, a list of {{{role}, {content}}}: chats through the chat template"))
+            }
+            Format::Alpaca => {
+                let (ask, answer) = (self.name("instruction", row), self.name("output", row));
+                (string("instruction") && string("output")).then(|| {
+                    format!(
+                        "{ask:?} and {answer:?}: user and assistant turns through the chat template \
+                         (format = \"prompt_completion\" with [fields] prompt = {ask:?}, completion = {answer:?} trains on raw text)"
+                    )
+                })
+            }
+            Format::PromptCompletion => {
+                let (prompt, completion) = (self.name("prompt", row), self.name("completion", row));
+                let list = |name: &str| row.get(name).is_some_and(Value::is_array);
+                if list(&prompt) && list(&completion) {
+                    return Some(format!(
+                        "{prompt:?} and {completion:?} as lists of messages: chats of which the completion is trained on"
+                    ));
+                }
+                (string("prompt") && string("completion")).then(|| {
+                    format!(
+                        "{prompt:?} and {completion:?}: raw text without the chat template \
+                         (format = \"alpaca\" with [fields] instruction = {prompt:?}, output = {completion:?} makes chats of them)"
+                    )
+                })
+            }
+            Format::Text => {
+                string("text").then(|| format!("{:?}: plain text, all of it trained on", self.name("text", row)))
+            }
+        }
+    }
+}
+
+fn unknown_format(row: Option<&Map<String, Value>>) -> RowError {
+    let wanted =
+        "\"messages\" (or \"conversations\"), \"instruction\" + \"output\", \"prompt\" + \"completion\", or \"text\"";
+    let Some(row) = row else {
+        return RowError::bad("", "no row to tell the format from", wanted);
+    };
+    let names: Vec<String> = row.keys().map(|key| format!("{key:?}")).collect();
+    let problem = match names.len() {
+        0 => "the row has no fields".to_string(),
+        1 => format!("the row has the field {}: no known format", names[0]),
+        _ => format!("the row has the fields {}: no known format", names.join(", ")),
+    };
+    let texts: Vec<&String> = row.iter().filter(|(_, value)| value.is_string()).map(|(key, _)| key).collect();
+    let remedy = match texts.as_slice() {
+        [] => "convert the rows to one of these".to_string(),
+        [text] => format!("say which field is the text: [data.train.fields] text = {text:?}"),
+        [ask, answer, ..] => format!(
+            "say what the fields are, under [data.train.fields]: instruction = {ask:?}, output = {answer:?} for chats through the template, or prompt = {ask:?}, completion = {answer:?} for raw text"
+        ),
+    };
+    RowError::bad("", problem, wanted).remedy(remedy)
+}
+
+/// A row for [`detect`], if it is a JSON object.
+pub fn sample_row(bytes: &[u8]) -> Option<Map<String, Value>> {
+    parse_object(bytes).ok()
+}

@@ -1,0 +1,85 @@
+//! The content key of a prepared set: everything that decides what is written, and nothing else.
+
+use std::path::Path;
+
+use serde_json::{Value, json};
+use xxhash_rust::xxh3::{xxh3_64, xxh3_128};
+
+use crate::error::{Error, Kind, Result};
+use crate::jsonl;
+use crate::spec::{FORMAT_VERSION, Source, Spec};
+
+/// Version of the code that turns rows into tokens: raised when the same input gives other tokens or masks.
+const CODE_VERSION: u32 = 1;
+
+/// xxh3-64 as 16 hex digits.
+pub fn hex(hash: u64) -> String {
+    format!("{hash:016x}")
+}
+
+/// The hash of a source's file: the caller's, or taken here.
+fn source_hash(source: &Source) -> Result<String> {
+    match &source.xxh3 {
+        Some(hash) => Ok(hash.clone()),
+        None => jsonl::hash_file(Path::new(&source.path)).map(|(hash, _)| hex(hash)),
+    }
+}
+
+/// What goes into the key, one entry an input. Paths are not part of it: the same data elsewhere is the same data.
+pub fn inputs(spec: &Spec, hashes: &[String]) -> Value {
+    let sources: Vec<Value> = spec
+        .sources
+        .iter()
+        .zip(hashes)
+        .map(|(source, hash)| {
+            json!({
+                "content": hash,
+                "text_lines": jsonl::is_text_name(Path::new(&source.path)),
+                "format": source.format,
+                "fields": source.fields,
+                "roles": source.roles,
+            })
+        })
+        .collect();
+    let tokenizer = &spec.tokenizer;
+    json!({
+        "format_version": FORMAT_VERSION,
+        "code_version": CODE_VERSION,
+        "sources": sources,
+        "tokenizer": hex(xxh3_64(tokenizer.json.as_bytes())),
+        "special": tokenizer.special,
+        "add_bos": tokenizer.add_bos,
+        "eos_id": tokenizer.eos_id,
+        "bos_id": tokenizer.bos_id,
+        "vocab_size": tokenizer.vocab_size,
+        "template": spec.template.as_ref().map(|text| hex(xxh3_64(text.as_bytes()))),
+        "renderer": spec.renderer,
+        "train_on": spec.train_on,
+        "on_error": spec.on_error,
+        "control_tokens": spec.control_tokens,
+        "holdout": spec.holdout,
+    })
+}
+
+/// The key of given inputs: 32 hex digits.
+pub fn of_inputs(inputs: &Value) -> String {
+    format!("{:032x}", xxh3_128(inputs.to_string().as_bytes()))
+}
+
+/// Key and inputs of a request; reads the files.
+pub fn of_spec(spec: &Spec) -> Result<(String, Value)> {
+    let hashes = spec.sources.iter().map(source_hash).collect::<Result<Vec<_>>>()?;
+    let inputs = inputs(spec, &hashes);
+    Ok((of_inputs(&inputs), inputs))
+}
+
+/// The hash that was found while reading must be the one that the caller named.
+pub fn check(source: &Source, found: &str) -> Result<()> {
+    match &source.xxh3 {
+        Some(stated) if stated != found => {
+            Err(Error::new(Kind::Data, source.shown(), "the file changed while it was read")
+                .remedy("prepare again when nothing writes to it"))
+        }
+        _ => Ok(()),
+    }
+}

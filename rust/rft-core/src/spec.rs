@@ -1,0 +1,257 @@
+//! What `prepare` is asked to do, as JSON from the caller.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Kind, Result};
+use crate::example::Format;
+
+/// Version of the on-disk format and of everything that decides what is written: part of every key.
+pub const FORMAT_VERSION: u32 = 1;
+
+/// The whole request.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Spec {
+    /// Must equal [`FORMAT_VERSION`].
+    pub format_version: u32,
+    /// Files to read, in this order.
+    pub sources: Vec<Source>,
+    /// The tokenizer and what the model adds to it.
+    pub tokenizer: TokenizerSpec,
+    /// Chat template in Jinja, if there is one.
+    #[serde(default)]
+    pub template: Option<String>,
+    /// Who renders it.
+    #[serde(default)]
+    pub renderer: RendererKind,
+    /// Which turns are trained on.
+    #[serde(default)]
+    pub train_on: TrainOn,
+    /// What a bad row does.
+    #[serde(default)]
+    pub on_error: OnError,
+    /// What control tokens spelled in a row become.
+    #[serde(default)]
+    pub control_tokens: ControlPolicy,
+    /// Which side of a split by content hash is wanted.
+    #[serde(default)]
+    pub holdout: Option<Holdout>,
+    /// Threads; 0 = one for each core.
+    #[serde(default)]
+    pub threads: usize,
+}
+
+/// One file.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Source {
+    /// Absolute path.
+    pub path: String,
+    /// How messages call it; the path if left out.
+    #[serde(default)]
+    pub name: Option<String>,
+    /// The kind of rows, or auto.
+    #[serde(default)]
+    pub format: FormatChoice,
+    /// Field names, ours = theirs.
+    #[serde(default)]
+    pub fields: BTreeMap<String, String>,
+    /// Role names, theirs = ours.
+    #[serde(default)]
+    pub roles: BTreeMap<String, String>,
+    /// xxh3-64 of the file's bytes as 16 hex digits, where the caller knows it; checked while reading.
+    #[serde(default)]
+    pub xxh3: Option<String>,
+}
+
+impl Source {
+    /// The name to show.
+    pub fn shown(&self) -> &str {
+        self.name.as_deref().unwrap_or(&self.path)
+    }
+}
+
+/// A format, or the wish to find it out.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum FormatChoice {
+    /// Decided from the first rows.
+    #[default]
+    Auto,
+    /// As named.
+    Fixed(Format),
+}
+
+impl<'de> Deserialize<'de> for FormatChoice {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        let name = String::deserialize(deserializer)?;
+        if name == "auto" {
+            return Ok(FormatChoice::Auto);
+        }
+        match Format::from_name(&name) {
+            Some(format) => Ok(FormatChoice::Fixed(format)),
+            None => Err(serde::de::Error::custom(format!("unknown format {name:?}"))),
+        }
+    }
+}
+
+impl Serialize for FormatChoice {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        serializer.serialize_str(match self {
+            FormatChoice::Auto => "auto",
+            FormatChoice::Fixed(format) => format.name(),
+        })
+    }
+}
+
+/// tokenizer.json and what the model adds to it.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TokenizerSpec {
+    /// Text of tokenizer.json.
+    pub json: String,
+    /// bos_token, eos_token, ... as the template sees them.
+    #[serde(default)]
+    pub special: BTreeMap<String, Option<String>>,
+    /// Whether raw text starts with the begin-of-text token.
+    #[serde(default)]
+    pub add_bos: bool,
+    /// End of text.
+    pub eos_id: u32,
+    /// Begin of text.
+    #[serde(default)]
+    pub bos_id: Option<u32>,
+    /// Ids are below this.
+    pub vocab_size: u32,
+}
+
+/// Who renders chats.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum RendererKind {
+    /// minijinja.
+    #[default]
+    Native,
+    /// A function of the caller.
+    Callback,
+}
+
+/// Which turns are trained on.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum TrainOn {
+    /// The turns of the assistant.
+    #[default]
+    Assistant,
+    /// The last turn of the assistant.
+    Last,
+    /// Everything.
+    All,
+    /// The turns of these roles.
+    Roles(Vec<String>),
+}
+
+impl<'de> Deserialize<'de> for TrainOn {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        #[derive(Deserialize)]
+        #[serde(untagged)]
+        enum Given {
+            Name(String),
+            Roles(Vec<String>),
+        }
+        Ok(match Given::deserialize(deserializer)? {
+            Given::Roles(roles) => TrainOn::Roles(roles),
+            Given::Name(name) => match name.as_str() {
+                "assistant" => TrainOn::Assistant,
+                "last" => TrainOn::Last,
+                "all" => TrainOn::All,
+                _ => return Err(serde::de::Error::custom(format!("unknown train_on {name:?}"))),
+            },
+        })
+    }
+}
+
+impl Serialize for TrainOn {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        match self {
+            TrainOn::Assistant => serializer.serialize_str("assistant"),
+            TrainOn::Last => serializer.serialize_str("last"),
+            TrainOn::All => serializer.serialize_str("all"),
+            TrainOn::Roles(roles) => roles.serialize(serializer),
+        }
+    }
+}
+
+/// What a bad row does.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum OnError {
+    /// Stops the preparation.
+    #[default]
+    Fail,
+    /// Is counted and left out.
+    Skip,
+}
+
+/// What control tokens spelled in a row become.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ControlPolicy {
+    /// Ordinary text.
+    #[default]
+    Text,
+    /// Control tokens.
+    Allow,
+}
+
+/// A split of the rows by content hash.
+#[derive(Clone, Copy, Debug, PartialEq, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct Holdout {
+    /// Share of the rows that is held out, 0 <= fraction < 1.
+    pub fraction: f64,
+    /// Which side is wanted.
+    pub part: Part,
+}
+
+/// A side of the split.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Part {
+    /// Rows to train on.
+    Train,
+    /// Rows held out.
+    Eval,
+}
+
+impl Holdout {
+    /// Whether a row with this hash belongs to the wanted side.
+    pub fn wants(&self, hash: u64) -> bool {
+        // 2^64 as f64: the hash, as a share of its range, against the fraction.
+        let held_out = (hash as f64) < self.fraction * 18_446_744_073_709_551_616.0;
+        held_out == (self.part == Part::Eval)
+    }
+}
+
+impl Spec {
+    /// Reads and checks a request.
+    pub fn parse(json: &str) -> Result<Spec> {
+        let bad = |problem: String| Error::new(Kind::Argument, "prepare", problem);
+        let spec: Spec = serde_json::from_str(json).map_err(|e| bad(format!("the request is not valid: {e}")))?;
+        if spec.format_version != FORMAT_VERSION {
+            return Err(bad(format!("format_version is {}, this build writes {FORMAT_VERSION}", spec.format_version)));
+        }
+        if spec.sources.is_empty() {
+            return Err(bad("no files to read".into()));
+        }
+        if spec.sources.len() > u32::MAX as usize {
+            return Err(bad("more files than can be numbered".into()));
+        }
+        if let Some(holdout) = &spec.holdout
+            && !(0.0..1.0).contains(&holdout.fraction)
+        {
+            return Err(bad(format!("holdout fraction {} is not in [0, 1)", holdout.fraction)));
+        }
+        Ok(spec)
+    }
+}

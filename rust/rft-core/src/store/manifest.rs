@@ -1,0 +1,112 @@
+//! The manifest: what a set holds, with sizes and hashes, and a hash of itself at its end.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::MANIFEST;
+use crate::error::{Error, Kind, Result};
+use crate::spec::FORMAT_VERSION;
+
+const SELF_HASH: &str = ",\n  \"self_xxh3\": \"";
+
+/// One file of the set.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Section {
+    /// File name in the set's folder.
+    pub file: String,
+    /// u8, u16, u32, u64 or f32, little-endian.
+    pub dtype: String,
+    /// Number of elements.
+    pub count: u64,
+    /// Length of the file.
+    pub bytes: u64,
+    /// xxh3-64 of the file, 16 hex digits.
+    pub xxh3: String,
+}
+
+/// A file that the set was made from.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SourceRecord {
+    /// Path as it was read.
+    pub path: String,
+    /// Length of the file.
+    pub bytes: u64,
+    /// xxh3-64 of the file, 16 hex digits.
+    pub xxh3: String,
+}
+
+/// What a set holds.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Manifest {
+    /// Always "rft-store".
+    pub format: String,
+    /// Version of the layout.
+    pub format_version: u32,
+    /// Content key.
+    pub key: String,
+    /// Documents.
+    pub documents: u64,
+    /// Tokens.
+    pub tokens: u64,
+    /// Tokens with a trained bit.
+    pub trained_tokens: u64,
+    /// Ids are below this.
+    pub vocab_size: u32,
+    /// Files, by what they hold: tokens, mask, offsets, origins, and weights where there are any.
+    pub sections: BTreeMap<String, Section>,
+    /// What the set was made from; origins count these.
+    pub sources: Vec<SourceRecord>,
+    /// What was read, kept and dropped.
+    pub counts: serde_json::Value,
+}
+
+impl Manifest {
+    /// As written to disk, with the hash of itself at the end.
+    pub fn to_text(&self) -> Result<String> {
+        let body = serde_json::to_string_pretty(self)
+            .map_err(|e| Error::new(Kind::Store, MANIFEST, format!("cannot be written: {e}")))?;
+        let body = body.trim_end_matches("\n}");
+        Ok(format!("{body}{SELF_HASH}{:016x}\"\n}}\n", xxh3_64(body.as_bytes())))
+    }
+
+    /// Reads and checks a set's manifest.
+    pub fn read(folder: &Path) -> Result<(Manifest, String)> {
+        let path = folder.join(MANIFEST);
+        let text = fs::read_to_string(&path).map_err(|e| match e.kind() {
+            std::io::ErrorKind::NotFound => {
+                Error::new(Kind::Store, folder.display().to_string(), "no prepared set here: the manifest is missing")
+                    .remedy("prepare the data again: `rft prepare` writes the set, or `rft train` does it first")
+            }
+            _ => Error::io(&path, "reading", &e),
+        })?;
+        let manifest = Manifest::parse(&text, &path)?;
+        Ok((manifest, text))
+    }
+
+    fn parse(text: &str, path: &Path) -> Result<Manifest> {
+        let broken = |problem: &str| {
+            Error::new(Kind::Store, path.display().to_string(), problem)
+                .remedy("delete this prepared set; it is made again from the data")
+        };
+        let Some(at) = text.rfind(SELF_HASH) else {
+            return Err(broken("the manifest is cut short"));
+        };
+        let stated = text[at + SELF_HASH.len()..].get(..16).unwrap_or_default();
+        if stated != format!("{:016x}", xxh3_64(&text.as_bytes()[..at])) {
+            return Err(broken("the manifest is damaged: its hash is not that of its text"));
+        }
+        // The version first: a newer layout may have fields that this build does not know.
+        let value: serde_json::Value =
+            serde_json::from_str(text).map_err(|e| broken(&format!("the manifest is no JSON: {e}")))?;
+        let version = value.get("format_version").and_then(serde_json::Value::as_u64);
+        if version != Some(u64::from(FORMAT_VERSION)) {
+            let version = version.map_or("unknown".to_string(), |version| version.to_string());
+            return Err(broken(&format!("format version {version}, this build reads version {FORMAT_VERSION}")));
+        }
+        serde_json::from_value(value).map_err(|e| broken(&format!("the manifest is not complete: {e}")))
+    }
+}

@@ -1,0 +1,12 @@
+//! Properties and whole paths of the core. One binary, because linking is what costs.
+
+#![allow(clippy::unwrap_used)]
+
+mod jsonl;
+mod masks;
+mod pack;
+mod plan;
+mod prepare;
+mod store;
+mod stream;
+mod support;

@@ -1,0 +1,26 @@
+//! The extension `rft._native`: convert, release the GIL, map errors.
+
+mod error;
+mod plan;
+mod prepare;
+mod store;
+mod stream;
+mod template;
+mod tokenizer;
+
+use pyo3::prelude::*;
+
+#[pymodule]
+fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    module.add("NativeError", module.py().get_type::<error::NativeError>())?;
+    module.add_function(wrap_pyfunction!(prepare::prepare, module)?)?;
+    module.add_function(wrap_pyfunction!(prepare::store_key, module)?)?;
+    module.add_function(wrap_pyfunction!(prepare::key_inputs, module)?)?;
+    module.add_class::<template::Template>()?;
+    module.add_class::<tokenizer::Tokenizer>()?;
+    module.add_class::<store::Store>()?;
+    module.add_class::<plan::Plan>()?;
+    module.add_class::<stream::Stream>()?;
+    Ok(())
+}

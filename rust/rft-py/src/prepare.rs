@@ -1,0 +1,101 @@
+//! `prepare`, `store_key`, `key_inputs`.
+
+use std::path::PathBuf;
+use std::sync::Mutex;
+
+use pyo3::prelude::*;
+use rft_core::prepare::{Observer, Renderer, prepare as core_prepare};
+use rft_core::spec::Spec;
+use rft_core::template::Rendered;
+use rft_core::{Error, Kind, key};
+
+use crate::error::to_py;
+use crate::template::byte_spans;
+
+/// Where a Python exception waits until the core has returned.
+type Raised = Mutex<Option<PyErr>>;
+
+fn keep(raised: &Raised, error: PyErr) -> Error {
+    let told = error.to_string();
+    *raised.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = Some(error);
+    Error::new(Kind::Argument, "callback", told)
+}
+
+struct Progress<'a> {
+    call: Option<Py<PyAny>>,
+    raised: &'a Raised,
+}
+
+impl Observer for Progress<'_> {
+    fn progress(&mut self, bytes_read: u64, bytes_total: u64, rows: u64) -> rft_core::Result<()> {
+        Python::attach(|py| {
+            py.check_signals()?;
+            match &self.call {
+                Some(call) => call.call1(py, (bytes_read, bytes_total, rows)).map(|_| ()),
+                None => Ok(()),
+            }
+        })
+        .map_err(|error| keep(self.raised, error))
+    }
+}
+
+struct Callback<'a> {
+    call: Py<PyAny>,
+    raised: &'a Raised,
+}
+
+/// What the Python renderer gives for a conversation.
+#[derive(FromPyObject)]
+enum Answer {
+    Text((String, Vec<(usize, usize)>)),
+    Problem(String),
+}
+
+impl Renderer for Callback<'_> {
+    fn render(&self, conversations: Vec<String>) -> rft_core::Result<Vec<Result<Rendered, String>>> {
+        let answers: Vec<Answer> = Python::attach(|py| self.call.call1(py, (conversations,))?.extract(py))
+            .map_err(|error| keep(self.raised, error))?;
+        answers
+            .into_iter()
+            .map(|answer| match answer {
+                Answer::Problem(problem) => Ok(Err(problem)),
+                Answer::Text((text, spans)) => match byte_spans(&text, &spans) {
+                    Some(spans) => Ok(Ok(Rendered { text, spans })),
+                    None => Err(Error::new(Kind::Argument, "render", "a span lies outside the text")),
+                },
+            })
+            .collect()
+    }
+}
+
+#[pyfunction]
+#[pyo3(signature = (spec, out, on_progress=None, render=None))]
+pub fn prepare(
+    py: Python<'_>,
+    spec: &str,
+    out: PathBuf,
+    on_progress: Option<Py<PyAny>>,
+    render: Option<Py<PyAny>>,
+) -> PyResult<String> {
+    let spec = Spec::parse(spec).map_err(to_py)?;
+    let raised = Raised::default();
+    let result = py.detach(|| {
+        let renderer = render.map(|call| Callback { call, raised: &raised });
+        let renderer = renderer.as_ref().map(|renderer| renderer as &dyn Renderer);
+        core_prepare(&spec, &out, renderer, &mut Progress { call: on_progress, raised: &raised })
+    });
+    match raised.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner()) {
+        Some(error) => Err(error),
+        None => result.map(|counts| counts.to_string()).map_err(to_py),
+    }
+}
+
+#[pyfunction]
+pub fn store_key(py: Python<'_>, spec: &str) -> PyResult<String> {
+    py.detach(|| key::of_spec(&Spec::parse(spec)?)).map(|(key, _)| key).map_err(to_py)
+}
+
+#[pyfunction]
+pub fn key_inputs(py: Python<'_>, spec: &str) -> PyResult<String> {
+    py.detach(|| key::of_spec(&Spec::parse(spec)?)).map(|(_, inputs)| inputs.to_string()).map_err(to_py)
+}

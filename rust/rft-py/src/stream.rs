@@ -1,0 +1,78 @@
+//! `Stream`.
+
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple};
+use rft_core::stream::{self, Share, Slot, Taken};
+
+use crate::error::to_py;
+use crate::plan::Plan;
+
+#[pyclass(frozen, module = "rft._native")]
+pub struct Stream(stream::Stream);
+
+#[pymethods]
+impl Stream {
+    #[new]
+    #[pyo3(signature = (plan, *, rank, world_size, micro_batch, packs_per_step, start_step, pad_id, capacity))]
+    #[allow(clippy::too_many_arguments)]
+    fn new(
+        plan: &Plan,
+        rank: usize,
+        world_size: usize,
+        micro_batch: usize,
+        packs_per_step: usize,
+        start_step: usize,
+        pad_id: i64,
+        capacity: usize,
+    ) -> PyResult<Self> {
+        let share = Share { rank, world_size, micro_batch, packs_per_step };
+        stream::Stream::new(plan.0.clone(), share, start_step, pad_id, capacity).map(Stream).map_err(to_py)
+    }
+
+    #[getter]
+    fn num_steps(&self) -> usize {
+        self.0.num_steps()
+    }
+
+    #[pyo3(signature = (slot, ids, labels, positions, cu_seqlens, weights))]
+    #[allow(clippy::too_many_arguments)]
+    fn submit(
+        &self,
+        slot: usize,
+        ids: usize,
+        labels: usize,
+        positions: usize,
+        cu_seqlens: usize,
+        weights: Option<usize>,
+    ) -> PyResult<()> {
+        let slot = Slot { number: slot, ids, labels, positions, cu_seqlens, weights };
+        // SAFETY: the stub states what the caller promises about these addresses; only rft.data calls this.
+        unsafe { self.0.submit(slot) }.map_err(to_py)
+    }
+
+    fn take<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {
+        let taken = py.detach(|| self.0.take()).map_err(to_py)?;
+        taken.map(|taken| to_dict(py, &taken)).transpose()
+    }
+
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| self.0.close());
+    }
+}
+
+fn to_dict<'py>(py: Python<'py>, taken: &Taken) -> PyResult<Bound<'py, PyDict>> {
+    let (filled, dict) = (&taken.filled, PyDict::new(py));
+    dict.set_item("slot", taken.slot)?;
+    dict.set_item("step", taken.step)?;
+    dict.set_item("last", taken.last)?;
+    dict.set_item("tokens", filled.tokens)?;
+    dict.set_item("documents", filled.lengths.len())?;
+    dict.set_item("max_length", filled.max_length)?;
+    dict.set_item("num_tokens", filled.num_tokens)?;
+    dict.set_item("num_label_tokens", filled.num_label_tokens)?;
+    dict.set_item("label_weight", filled.label_weight)?;
+    dict.set_item("num_packs", filled.pack_tokens.iter().filter(|tokens| **tokens > 0).count())?;
+    dict.set_item("pack_tokens", PyTuple::new(py, &filled.pack_tokens)?)?;
+    dict.set_item("lengths", PyTuple::new(py, &filled.lengths)?)?;
+    Ok(dict)
+}

@@ -1,0 +1,38 @@
+//! `Tokenizer`.
+
+use numpy::{PyArray1, PyReadonlyArray1, ToPyArray};
+use pyo3::prelude::*;
+use rft_core::tokenizer;
+
+use crate::error::to_py;
+
+#[pyclass(frozen, module = "rft._native")]
+pub struct Tokenizer(tokenizer::Tokenizer);
+
+#[pymethods]
+impl Tokenizer {
+    #[new]
+    fn new(py: Python<'_>, json: &str) -> PyResult<Self> {
+        py.detach(|| tokenizer::Tokenizer::new(json)).map(Tokenizer).map_err(to_py)
+    }
+
+    fn encode<'py>(&self, py: Python<'py>, text: &str) -> PyResult<Bound<'py, PyArray1<u32>>> {
+        let encoded = py.detach(|| self.0.encode(text)).map_err(to_py)?;
+        Ok(encoded.ids.to_pyarray(py))
+    }
+
+    fn encode_text<'py>(&self, py: Python<'py>, text: &str) -> PyResult<Bound<'py, PyArray1<u32>>> {
+        let encoded = py.detach(|| self.0.encode_text(text)).map_err(to_py)?;
+        Ok(encoded.ids.to_pyarray(py))
+    }
+
+    fn decode(&self, py: Python<'_>, ids: PyReadonlyArray1<'_, u32>) -> PyResult<String> {
+        let ids = ids.as_slice()?;
+        py.detach(|| self.0.decode(ids)).map_err(to_py)
+    }
+
+    fn tokens(&self, py: Python<'_>, ids: PyReadonlyArray1<'_, u32>) -> PyResult<Vec<String>> {
+        let ids = ids.as_slice()?;
+        py.detach(|| self.0.tokens(ids)).map_err(to_py)
+    }
+}
