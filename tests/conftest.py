@@ -18,6 +18,10 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="rft-tests-")  # prepared sets of tests never meet the user's
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: a second thread only spins
+    if not any(
+        Path("/dev").glob("nvidia[0-9]*")
+    ):  # Triton reads it when it is first imported, and torch may be who does
+        os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

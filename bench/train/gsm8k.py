@@ -18,6 +18,8 @@ import subprocess
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+import torch  # so that the result lines name the GPU
+
 from results import Results
 
 NEEDS = "a SmolLM2-135M-Instruct folder or GGUF file and GSM8K's two JSONL files"
@@ -49,6 +51,7 @@ output = "answer"
 [train]
 epochs = {epochs}
 tokens_per_step = {tokens_per_step}
+micro_batch = {micro_batch}
 out = {out}
 {more}
 """
@@ -65,6 +68,7 @@ def run(case: str, args: argparse.Namespace) -> list[dict]:
         seq_len=args.seq_len,
         epochs=float(args.epochs),
         tokens_per_step=args.tokens_per_step,
+        micro_batch=args.micro_batch,
         more=f"max_steps = {args.max_steps}" if args.max_steps else "",
     )
     args.out.mkdir(parents=True, exist_ok=True)
@@ -82,10 +86,18 @@ def main() -> None:
     parser.add_argument("--results", type=pathlib.Path, help="append result lines here")
     parser.add_argument("--seq-len", type=int, default=4096)
     parser.add_argument("--tokens-per-step", type=int, default=32768)
+    parser.add_argument(
+        "--micro-batch",
+        type=int,
+        default=8,
+        help="packs at one time; one alone leaves a large GPU waiting for launches",
+    )
     parser.add_argument("--epochs", type=float, default=2.0)
     parser.add_argument("--max-steps", type=int)
     parser.add_argument("--only", choices=CASES, action="append")
     args = parser.parse_args()
+    if torch.cuda.is_available():
+        print(f"on {torch.cuda.get_device_name()}")
     results = Results(args.results)
     for case in args.only or CASES:
         name = f"train/smollm2-135m/{case}-bf16/gsm8k-packed-{args.seq_len}"

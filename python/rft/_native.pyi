@@ -138,9 +138,7 @@ class Stream:
     ) -> None: ...
     @property
     def num_steps(self) -> int: ...
-    def submit(
-        self, slot: int, ids: int, labels: int, positions: int, cu_seqlens: int, weights: int | None
-    ) -> None:
+    def submit(self, slot: int, ids: int, labels: int, positions: int, cu_seqlens: int, weights: int | None) -> None:
         """Hand over a slot by the addresses of its buffers; the thread fills the next micro-batch into it."""
     def take(self) -> dict[str, Any] | None:
         """The next micro-batch, in order: slot, step, last (of its step), tokens (T), documents, max_length, num_tokens,

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from rft.checkpoint.load import find_latest, open_checkpoint
+from rft.config.load import load_config
+from rft.training.api import train_config
 from support.command import Command, metrics, rft, wait_for_step, write_project
 from support.data import some_chats
 
@@ -26,11 +28,18 @@ class Bomb:
         return Path.touch, (self.marker,)
 
 
-def test_train_again_changed_and_broken(tmp_path):
-    config = write_project(tmp_path, some_chats(12), checkpoint="save_every_steps = 5", data="eval_fraction = 0.2")
-    code, out = rft("train", config, cwd=tmp_path)
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """The folder of a run that is through."""
+    folder = tmp_path_factory.mktemp("finished")
+    config = write_project(folder, some_chats(12), checkpoint="save_every_steps = 5", data="eval_fraction = 0.2")
+    code, out = rft("train", config, cwd=folder)
     assert code == 0, out
-    run_dir = tmp_path / RUN
+    return folder
+
+
+def test_a_run_leaves_its_directory_and_says_that_it_is_finished_when_it_is_started_again(finished):
+    run_dir = finished / RUN
     names = {path.name for path in run_dir.iterdir()}
     assert {
         "config.resolved.toml",
@@ -44,27 +53,28 @@ def test_train_again_changed_and_broken(tmp_path):
     steps = [line["step"] for line in metrics(run_dir)]
     assert steps == list(range(1, len(steps) + 1))
     assert open_checkpoint(run_dir / "checkpoints" / f"step-{steps[-1]}").state["step"] == steps[-1]
-
-    code, out = rft("train", config, cwd=tmp_path)
+    code, out = rft("train", "chat.toml", cwd=finished)
     assert code == 0
     assert "finished" in out
     assert "--new" in out
     assert [line["step"] for line in metrics(run_dir)] == steps
 
-    pickled = run_dir / "checkpoints" / f"step-{steps[-1]}" / "state.json"
-    written = pickled.read_bytes()
-    pickled.write_bytes(pickle.dumps(Bomb(tmp_path / "marker")))
-    code, out = rft("train", config, cwd=tmp_path)  # BO-42
-    assert code == 1
-    assert "state.json: the file holds a pickle" in out
-    assert not (tmp_path / "marker").exists()
-    pickled.write_bytes(written)
 
-    code, out = rft("train", config, "--set", "optim.lr=3e-2", cwd=tmp_path)
+@pytest.mark.slow
+def test_a_changed_config_and_a_pickled_state_are_refused_by_name(finished, tmp_path):
+    code, out = rft("train", "chat.toml", "--set", "optim.lr=3e-2", cwd=finished)
     assert code == 2
     assert "optim.lr is 0.03, was 0.01" in out
     assert "--new" in out
     assert "Traceback" not in out
+    state = max((finished / RUN / "checkpoints").iterdir(), key=lambda path: int(path.name[5:])) / "state.json"
+    written = state.read_bytes()
+    state.write_bytes(pickle.dumps(Bomb(tmp_path / "marker")))
+    code, out = rft("train", "chat.toml", cwd=finished)  # BO-42
+    state.write_bytes(written)
+    assert code == 1
+    assert "state.json: the file holds a pickle" in out
+    assert not (tmp_path / "marker").exists()
 
 
 def test_two_ranks_end_by_themselves_with_five_packs_and_count_five(tmp_path):
@@ -72,15 +82,18 @@ def test_two_ranks_end_by_themselves_with_five_packs_and_count_five(tmp_path):
     rows = [{"text": character * 7} for character in "~^|{}"]  # 7 tokens and the end token
     data, adapter = 'packing = "none"', "r = 4"
 
-    def run(folder: Path, accumulate: int, *options: str) -> list[dict]:
+    def project(folder: Path, accumulate: int) -> tuple[Path, list[str]]:
         folder.mkdir()
-        config = write_project(folder, rows, data=data, adapter=adapter)
-        settings = ["--set", "data.seq_len=8", "--set", f"train.accumulate={accumulate}"]
-        code, out = rft("train", config, *settings, *options, cwd=folder, timeout=120)
-        assert code == 0, out
-        return metrics(folder / RUN)
+        sets = ["data.seq_len=8", f"train.accumulate={accumulate}"]
+        return write_project(folder, rows, data=data, adapter=adapter), sets
 
-    together, alone = run(tmp_path / "together", 1, "--cpu-ranks", "2"), run(tmp_path / "alone", 2)
+    config, sets = project(tmp_path / "together", 1)
+    options = [option for setting in sets for option in ("--set", setting)]
+    code, out = rft("train", config, *options, "--cpu-ranks", "2", cwd=tmp_path / "together", timeout=120)
+    assert code == 0, out
+    config, sets = project(tmp_path / "alone", 2)
+    train_config(load_config(config, sets), device="cpu")
+    together, alone = (metrics(tmp_path / name / RUN) for name in ("together", "alone"))
     assert [line["tokens"] for line in together] == [line["tokens"] for line in alone]
     assert sum(line["tokens"] for line in together) == 40
     for ours, theirs in zip(together, alone, strict=True):  # three steps; the filler adds nothing
@@ -192,6 +205,7 @@ def test_rft_works_as_a_worker_of_torchrun_and_stops_for_its_signal(tmp_path):
     assert "finished" in out
 
 
+@pytest.mark.slow
 def test_a_broken_row_ends_two_ranks_with_one_message(tmp_path):
     rows = [{"messages": [{"role": "user", "content": "Hi"}, {"role": "asistant", "content": "Hello"}]}]
     config = write_project(tmp_path, rows)

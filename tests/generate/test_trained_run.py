@@ -149,7 +149,9 @@ def test_eval_of_the_adapter_folder_and_of_a_file_agree_with_the_run(trained, ca
     whole = evaluated(capsys, str(trained))
     again = evaluated(capsys, str(trained / "final"), "--data", str(trained.parent / "held.jsonl"))
     assert again["label_tokens"] == whole["label_tokens"]
-    assert again["loss"] == pytest.approx(whole["loss"], rel=5e-3)  # outside a run the precision is what the machine does best
+    assert again["loss"] == pytest.approx(
+        whole["loss"], rel=5e-3
+    )  # outside a run the precision is what the machine does best
     other = evaluated(capsys, str(trained), "--data", str(trained.parent / "rows.jsonl"))
     assert other["label_tokens"] > whole["label_tokens"]
 

@@ -31,7 +31,7 @@ def _inputs(heads: int, kv_heads: int, size: int, value_size: int, seed: int = 0
 
 
 def _run(backend, tensors, window, dtype, scale=0.3):
-    leaves = [t.to(dtype).requires_grad_(True) for t in tensors]
+    leaves = [t.detach().to(dtype, copy=True).requires_grad_(True) for t in tensors]  # the caller's stay as they are
     out = backend(backends.Inputs(*leaves, scale), Documents.from_lengths(LENGTHS, CUDA), window)
     slope = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(CUDA, dtype)
     out.backward(slope)

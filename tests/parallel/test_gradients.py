@@ -193,6 +193,7 @@ def fails_on_rank_one(world: World) -> None:
     any_over_ranks(True, world.group)
 
 
+@pytest.mark.slow
 def test_run_ranks_tells_the_error_of_the_rank_that_failed():
     with pytest.raises(RankFailed, match=r"this rank is broken|closed"):
         run_ranks(fails_on_rank_one, timeout=60)

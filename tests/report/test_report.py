@@ -53,7 +53,9 @@ def page_of(run) -> Outline:
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> str:
     """The page of a finished run of 60 steps."""
-    return write_report(write_run_directory(tmp_path_factory.mktemp("report") / "first-run")).read_text(encoding="utf-8")
+    return write_report(write_run_directory(tmp_path_factory.mktemp("report") / "first-run")).read_text(
+        encoding="utf-8"
+    )
 
 
 def test_report_shows_the_numbers_of_the_run(text):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,12 +12,13 @@ PACKAGES = ("torch", "triton", "transformers", "peft", "accelerate", "safetensor
 def environment() -> dict[str, str]:
     """Name -> value: rft, Python, system, CPU, GPUs, packages."""
     import rft
+    from rft.training.machine import usable_cores
 
     found = {
         "rft": rft.__version__,
         "Python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "CPU": f"{cpu_name()}, {len(os.sched_getaffinity(0))} cores",
+        "CPU": f"{cpu_name()}, {usable_cores()} cores",
     }
     if gpus := _gpu_names():
         found["GPU"] = gpus

@@ -45,14 +45,16 @@ pub fn of_raw(tokenizer: &Tokenizer, spec: &Spec, prompt: Option<&str>, text: &s
         return Err(untrained("its loss_weight is 0"));
     }
     let allow = spec.control_tokens == ControlPolicy::Allow;
-    let encode = |text: &str| if allow { tokenizer.encode(text) } else { tokenizer.encode_text(text) };
+    let encode = |text: &str| {
+        if allow { tokenizer.encode(text).map(|encoded| encoded.ids) } else { tokenizer.encode_text(text) }
+    };
     let (bos, eos) = (spec.tokenizer.bos_id.filter(|_| spec.tokenizer.add_bos), spec.tokenizer.eos_id);
     let mut ids: Vec<u32> = Vec::new();
     if let Some(prompt) = prompt {
-        ids = encode(prompt).map_err(tokenizer_error)?.ids;
+        ids = encode(prompt).map_err(tokenizer_error)?;
     }
     let mut read = ids.len();
-    ids.extend(encode(text).map_err(tokenizer_error)?.ids);
+    ids.extend(encode(text).map_err(tokenizer_error)?);
     // Where control tokens are allowed, the row may bring its own.
     if let Some(bos) = bos
         && ids.first() != Some(&bos)

@@ -22,8 +22,8 @@ impl Tokenizer {
     }
 
     fn encode_text<'py>(&self, py: Python<'py>, text: &str) -> PyResult<Bound<'py, PyArray1<u32>>> {
-        let encoded = py.detach(|| self.0.encode_text(text)).map_err(to_py)?;
-        Ok(encoded.ids.to_pyarray(py))
+        let ids = py.detach(|| self.0.encode_text(text)).map_err(to_py)?;
+        Ok(ids.to_pyarray(py))
     }
 
     fn decode(&self, py: Python<'_>, ids: PyReadonlyArray1<'_, u32>) -> PyResult<String> {

@@ -7,7 +7,7 @@ mod control;
 
 use tokenizers::tokenizer::normalizer::Range as OffsetRange;
 use tokenizers::tokenizer::{
-    AddedVocabulary, Model, NormalizedString, Normalizer, OffsetReferential, OffsetType, PreTokenizedString,
+    AddedVocabulary, Encoding, Model, NormalizedString, Normalizer, OffsetReferential, OffsetType, PreTokenizedString,
     PreTokenizer, Token,
 };
 
@@ -79,11 +79,11 @@ impl Tokenizer {
     ///
     /// # Errors
     /// Where the vocabulary itself makes a control token of its spelling.
-    pub fn encode_text(&self, text: &str) -> Result<Encoded> {
+    pub fn encode_text(&self, text: &str) -> Result<Vec<u32>> {
         let pieces = self.plain.extract_and_normalize(self.inner.get_normalizer(), text);
-        let encoded = self.finish(pieces)?;
-        self.refuse_control(&encoded.ids, &[], text)?;
-        Ok(encoded)
+        let ids = self.tokenise(pieces, OffsetType::None)?.get_ids().to_vec();
+        self.refuse_control(&ids, &[], text)?;
+        Ok(ids)
     }
 
     /// Ids of a rendered chat with marks behind the first character of each control token that a row spelled:
@@ -130,14 +130,18 @@ impl Tokenizer {
         Ok(())
     }
 
-    fn finish(&self, mut pieces: PreTokenizedString) -> Result<Encoded> {
+    fn finish(&self, pieces: PreTokenizedString) -> Result<Encoded> {
+        let encoding = self.tokenise(pieces, OffsetType::Byte)?;
+        Ok(Encoded { ids: encoding.get_ids().to_vec(), offsets: encoding.get_offsets().to_vec() })
+    }
+
+    fn tokenise(&self, mut pieces: PreTokenizedString, offsets: OffsetType) -> Result<Encoding> {
         if let Some(pre_tokenizer) = self.inner.get_pre_tokenizer() {
             pre_tokenizer.pre_tokenize(&mut pieces).map_err(failed)?;
         }
         let model = self.inner.get_model();
         pieces.tokenize(|piece| model.tokenize(piece.get())).map_err(failed)?;
-        let encoding = pieces.into_encoding(None, 0, OffsetType::Byte).map_err(failed)?;
-        Ok(Encoded { ids: encoding.get_ids().to_vec(), offsets: encoding.get_offsets().to_vec() })
+        pieces.into_encoding(None, 0, offsets).map_err(failed)
     }
 
     /// The text of ids, control tokens included.

@@ -41,19 +41,25 @@ impl Memory {
     }
 }
 
+fn submit(stream: &Stream, memory: &mut Memory, number: usize) {
+    // SAFETY: the buffers have the stream's capacity, and each test leaves them alone until the slot is taken or the
+    // stream is closed.
+    unsafe { stream.submit(memory.slot(number)) }.unwrap();
+}
+
 /// Everything that one rank is given from a step on, with three slots in flight.
 fn all(plan: &Arc<Plan>, share: Share, start: usize) -> Vec<(Taken, Memory)> {
     let capacity = share.micro_batch * plan.options().seq_len as usize;
     let stream = Stream::new(plan.clone(), share, start, PAD, capacity).unwrap();
     let mut memory: Vec<Memory> = (0..3).map(|_| Memory::new(capacity)).collect();
     for (number, memory) in memory.iter_mut().enumerate() {
-        unsafe { stream.submit(memory.slot(number)) }.unwrap();
+        submit(&stream, memory, number);
     }
     let mut taken = Vec::new();
     while let Some(next) = stream.take().unwrap() {
         let slot = next.slot;
         let full = std::mem::replace(&mut memory[slot], Memory::new(capacity));
-        unsafe { stream.submit(memory[slot].slot(slot)) }.unwrap();
+        submit(&stream, &mut memory[slot], slot);
         taken.push((next, full));
     }
     stream.close();
@@ -147,11 +153,11 @@ fn misuse_is_told_and_never_waits() {
     // A buffer that is too small is an error of `take`, not a crash of the thread.
     let small = Stream::new(plan.clone(), share(0, 1, 1, 1), 0, PAD, 4).unwrap();
     let mut memory = Memory::new(4);
-    unsafe { small.submit(memory.slot(0)) }.unwrap();
+    submit(&small, &mut memory, 0);
     assert!(small.take().unwrap_err().problem.contains("does not fit"));
     let at_end = Stream::new(plan, share(0, 1, 1, 1), 1, PAD, 8).unwrap();
     let mut memory = Memory::new(8);
-    unsafe { at_end.submit(memory.slot(0)) }.unwrap();
+    submit(&at_end, &mut memory, 0);
     assert!(at_end.take().unwrap().is_none());
 }
 

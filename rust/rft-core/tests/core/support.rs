@@ -39,10 +39,8 @@ fn byte_chars() -> Vec<char> {
 pub fn tokenizer_json(merges: &[(&str, &str)]) -> String {
     let mut vocab: BTreeMap<String, u32> =
         byte_chars().into_iter().zip(0..).map(|(c, id)| (c.to_string(), id)).collect();
-    let mut next = 260;
-    for (left, right) in merges {
+    for (next, (left, right)) in (260..).zip(merges) {
         vocab.insert(format!("{left}{right}"), next);
-        next += 1;
     }
     let special = [("<|endoftext|>", EOS), ("<|im_start|>", START), ("<|im_end|>", STOP), ("<s>", BOS)];
     vocab.extend(special.iter().map(|(content, id)| (content.to_string(), *id)));

@@ -1,0 +1,149 @@
+"""The binding of prepare: exceptions of callbacks, blocks, errors with their parts, a full disk."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rft import _native
+from support.data import CHATML, CHATML_TAGGED, chat, some_chats, tiny_files, write_rows
+
+
+def request(folder: Path, rows: list, template: str = CHATML, **options) -> dict:
+    files = tiny_files(folder / "tokenizer")
+    tokenizer = {
+        "json": files.json,
+        "special": dict(files.special),
+        "add_bos": files.add_bos,
+        "eos_id": files.eos_id,
+        "bos_id": files.bos_id,
+        "vocab_size": files.vocab_size,
+    }
+    source = {"path": str(write_rows(folder / "rows.jsonl", rows))}
+    return {"format_version": 1, "sources": [source], "tokenizer": tokenizer, "template": template, **options}
+
+
+def render_with_jinja2(template: str):
+    import jinja2
+
+    compiled = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(template)
+    calls: list[int] = []
+
+    def render(conversations: list[str]):
+        calls.append(len(conversations))
+        return [(compiled.render(**json.loads(text)), []) for text in conversations]
+
+    return render, calls
+
+
+def test_a_python_renderer_is_called_in_blocks_and_gives_the_same_set(tmp_path):
+    rows = some_chats(300)
+    native, called = request(tmp_path, rows), request(tmp_path, rows, renderer="callback")
+    render, calls = render_with_jinja2(CHATML)
+    counts = json.loads(_native.prepare(json.dumps(native), str(tmp_path / "a")))
+    again = json.loads(_native.prepare(json.dumps(called), str(tmp_path / "b"), None, render))
+    assert (counts["tokens"], counts["trained_tokens"]) == (again["tokens"], again["trained_tokens"])
+    assert len(calls) == 1
+    for name in ("tokens.bin", "mask.bin"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_character_offsets_of_a_renderer_are_those_of_python(tmp_path):
+    spec = request(tmp_path, [chat("é😀?", "ß😀!")], CHATML_TAGGED, renderer="callback")
+
+    def render(conversations):
+        messages = json.loads(conversations[0])["messages"]
+        text = messages[0]["content"] + messages[1]["content"]
+        return [(text, [(len(messages[0]["content"]), len(text))])]
+
+    _native.prepare(json.dumps(spec), str(tmp_path / "set"), None, render)
+    ids, trained, _ = _native.Store(str(tmp_path / "set")).document(0)
+    assert _native.Tokenizer(spec["tokenizer"]["json"]).decode(ids[trained]) == "ß😀!"
+
+
+class Odd(Exception):
+    pass
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, Odd])
+def test_an_exception_of_a_callback_comes_through_and_leaves_nothing(tmp_path, kind):
+    def raise_it(*_):
+        raise kind("from Python")
+
+    rows = some_chats(20)
+    spec = json.dumps(request(tmp_path, rows))
+    with pytest.raises(kind, match="from Python"):
+        _native.prepare(spec, str(tmp_path / "sets" / "a"), raise_it)
+    spec = json.dumps(request(tmp_path, rows, renderer="callback"))
+    with pytest.raises(kind, match="from Python"):
+        _native.prepare(spec, str(tmp_path / "sets" / "a"), None, raise_it)
+    assert list((tmp_path / "sets").iterdir()) == []
+
+
+def test_a_problem_that_a_renderer_returns_is_that_rows_error(tmp_path):
+    spec = request(tmp_path, [chat("a", "b")], renderer="callback")
+    with pytest.raises(_native.NativeError) as caught:
+        _native.prepare(json.dumps(spec), str(tmp_path / "set"), None, lambda block: ["no such role"] * len(block))
+    error = caught.value
+    assert error.kind == "template"
+    assert error.where.endswith("rows.jsonl:1")
+    assert "no such role" in error.problem
+    assert "data.on_error" in error.do
+
+
+def test_progress_ends_at_the_whole(tmp_path):
+    seen: list[tuple[int, int, int]] = []
+    spec = request(tmp_path, some_chats(3000))
+    _native.prepare(json.dumps(spec), str(tmp_path / "set"), lambda *step: seen.append(step))
+    size = (tmp_path / "rows.jsonl").stat().st_size
+    assert len(seen) >= 3
+    assert seen == sorted(seen)
+    assert seen[-1] == (size, size, 3000)
+
+
+def test_a_full_disk_is_an_error_of_its_own_kind_and_leaves_nothing(tmp_path):
+    spec = request(tmp_path, some_chats(4000))
+    (tmp_path / "spec.json").write_text(json.dumps(spec))
+    program = """
+import resource, sys
+from rft import _native
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+try:
+    _native.prepare(open(sys.argv[1]).read(), sys.argv[2])
+except _native.NativeError as error:
+    print(error.kind, "|", error.problem, "|", error.do)
+"""
+    arguments = [sys.executable, "-P", "-c", program, str(tmp_path / "spec.json"), str(tmp_path / "sets" / "a")]
+    told = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert told.startswith("full | no space left")
+    assert "data.store" in told
+    assert list((tmp_path / "sets").iterdir()) == []
+
+
+def test_the_key_can_be_printed_and_told_before_preparing(tmp_path):
+    spec = request(tmp_path, some_chats(10))
+    inputs = json.loads(_native.key_inputs(json.dumps(spec)))
+    assert {"sources", "tokenizer", "template", "train_on", "format_version"} <= set(inputs)
+    key = _native.store_key(json.dumps(spec))
+    known = inputs["sources"][0]["content"]
+    assert _native.store_key(json.dumps({**spec, "sources": [{**spec["sources"][0], "xxh3": known}]})) == key
+    _native.prepare(json.dumps(spec), str(tmp_path / "set"))
+    assert _native.Store(str(tmp_path / "set")).key == key
+
+
+def test_a_reader_written_from_the_documentation_reads_the_set(tmp_path):
+    """The program in docs/store-format.md, run."""
+    spec = request(tmp_path, some_chats(5))
+    _native.prepare(json.dumps(spec), str(tmp_path / "set"))
+    page = (Path(__file__).parents[2] / "docs" / "store-format.md").read_text("utf-8")
+    program = page.rsplit("```python\n", 1)[1].split("```")[0].replace('"..."', repr(str(tmp_path / "set")))
+    names: dict = {}
+    exec(program, names)
+    ids, trained = names["first_document"]
+    wanted, bits, _ = _native.Store(str(tmp_path / "set")).document(0)
+    assert ids.tolist() == wanted.tolist()
+    assert trained.tolist() == bits.tolist()
