@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from rft.config.table import Table
 
@@ -21,7 +21,7 @@ class EarlyStopConfig(Table):
 class TrainConfig(Table):
     """The run."""
 
-    epochs: PositiveFloat = 1.0
+    epochs: float = Field(1.0, gt=0, le=10_000)
     """Passes over the data. Fractions are allowed."""
     max_steps: PositiveInt | None = None
     """Optimizer steps after which the run ends, whatever epochs says."""

@@ -76,7 +76,7 @@ def _write_data(folder: Path) -> Documented:
     write_rows(folder / "data" / "heldout.jsonl", held_out)
     log.say(
         "data",
-        f"{len(train):,} functions of this Python's standard library and their docstrings -> {path}, {len(held_out)} held out",
+        f"{len(train):,} docstrings of this Python's standard library -> {path}, {len(held_out)} held out",
     )
     return example_of(held_out)
 

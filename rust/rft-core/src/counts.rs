@@ -148,6 +148,8 @@ impl Counts {
         } else {
             format!(": {} rows read, {}", self.read, dropped.join(", "))
         };
+        let first = self.notes.values().flatten().next();
+        let why = why + &first.map_or(String::new(), |note| format!(" (first: {}: {})", note.place, note.text));
         let remedy = match (self.read, &spec.train_on) {
             (0, _) => "check data.train: the files hold no rows".to_string(),
             (_, TrainOn::All) => "look at the rows dropped, and at data.on_error".to_string(),

@@ -1,4 +1,4 @@
-//! One row -> [`Example`]: every dataset format lives here, with the fields it reads and how it is recognised.
+//! One row -> [`Example`]: every dataset format lives here, with the fields it reads. `detect.rs` tells them apart.
 
 use serde_json::{Map, Value, json};
 
@@ -21,7 +21,7 @@ pub enum Format {
 }
 
 impl Format {
-    const ALL: [Format; 5] =
+    pub(crate) const ALL: [Format; 5] =
         [Format::Messages, Format::ShareGpt, Format::Alpaca, Format::PromptCompletion, Format::Text];
 
     /// The name in configs.
@@ -41,7 +41,7 @@ impl Format {
     }
 
     /// Our field names, and what they are called where the config says nothing.
-    fn fields(self) -> &'static [(&'static str, &'static [&'static str])] {
+    pub(crate) fn fields(self) -> &'static [(&'static str, &'static [&'static str])] {
         const TOOLS: &[&str] = &["tools"];
         const WEIGHT: &[&str] = &["loss_weight"];
         match self {
@@ -234,7 +234,7 @@ impl Parser {
     }
 
     /// What the row calls our field.
-    fn name(&self, ours: &str, row: &Map<String, Value>) -> String {
+    pub(crate) fn name(&self, ours: &str, row: &Map<String, Value>) -> String {
         if let Some(theirs) = self.source.fields.get(ours) {
             return theirs.clone();
         }
@@ -479,7 +479,8 @@ fn utf8(bytes: &[u8]) -> RowResult<&str> {
     })
 }
 
-fn parse_object(bytes: &[u8]) -> RowResult<Map<String, Value>> {
+/// A row as a JSON object.
+pub(crate) fn parse_object(bytes: &[u8]) -> RowResult<Map<String, Value>> {
     match serde_json::from_str(utf8(bytes)?) {
         Ok(Value::Object(row)) => Ok(row),
         Ok(other) => {
@@ -585,127 +586,4 @@ fn alias_reasoning(fields: &mut Map<String, Value>) {
         }
         fields.insert("reasoning_content".into(), reasoning);
     }
-}
-
-/// The format of a file's first rows and a sentence that says why.
-///
-/// # Errors
-/// What is there and what to write, where no format fits.
-pub fn detect(rows: &[Map<String, Value>], source: &Source) -> std::result::Result<(Format, String), RowError> {
-    check_fields(rows.first(), source)?;
-    for format in Format::ALL {
-        let Ok(parser) = Parser::new(format, source) else { continue };
-        if let Some(evidence) = rows.first().and_then(|row| parser.evidence(row)) {
-            let agree = rows.iter().filter(|row| parser.evidence(row).is_some()).count();
-            let sample = match (agree, rows.len()) {
-                (1, 1) => "the first row has".to_string(),
-                (a, n) if a == n => format!("the first {n} rows have"),
-                (a, n) => format!("{a} of the first {n} rows have"),
-            };
-            return Ok((format, format!("{sample} {evidence}")));
-        }
-    }
-    Err(unknown_format(rows.first()))
-}
-
-/// The source's own field names must be fields of a format, and in the row.
-fn check_fields(row: Option<&Map<String, Value>>, source: &Source) -> RowResult<()> {
-    if source.fields.is_empty() {
-        return Ok(());
-    }
-    if Format::ALL.into_iter().all(|format| Parser::new(format, source).is_err()) {
-        let ours: Vec<String> = source.fields.keys().map(|ours| format!("{ours:?}")).collect();
-        let names = |format: Format| {
-            let names: Vec<&str> = format.fields().iter().map(|(name, _)| *name).collect();
-            format!("{} ({})", format.name(), names.join(", "))
-        };
-        let formats: Vec<String> = Format::ALL.into_iter().map(names).collect();
-        let problem = format!("[data.train.fields] names {}: no format has all of these", ours.join(", "));
-        return Err(RowError::bad("", problem, format!("the fields of one format: {}", formats.join("; "))));
-    }
-    let Some(row) = row else { return Ok(()) };
-    for (ours, theirs) in &source.fields {
-        // These two are fields of a message, and tools and weights may be in some rows only.
-        let optional = ["role", "content", "tools", "loss_weight", "system", "input"].contains(&ours.as_str());
-        if !optional && !row.contains_key(theirs) {
-            let have: Vec<String> = row.keys().map(|key| format!("{key:?}")).collect();
-            let problem = format!("no field {theirs:?}, which [data.train.fields] names as {ours}");
-            return Err(RowError::bad("", problem, format!("one of the row's fields: {}", have.join(", "))));
-        }
-    }
-    Ok(())
-}
-
-impl Parser {
-    /// What in a row speaks for this format.
-    fn evidence(&self, row: &Map<String, Value>) -> Option<String> {
-        let string = |ours: &str| row.get(&self.name(ours, row)).is_some_and(Value::is_string);
-        match self.format {
-            Format::Messages | Format::ShareGpt => {
-                let name = self.name("messages", row);
-                let first = row.get(&name)?.as_array()?.first()?.as_object()?;
-                let (role, content) = (self.name("role", first), self.name("content", first));
-                first.get(&role)?.as_str()?;
-                if !first.contains_key(&content) && !first.contains_key("tool_calls") {
-                    return None;
-                }
-                Some(format!("{name:?}, a list of {{{role}, {content}}}: chats through the chat template"))
-            }
-            Format::Alpaca => {
-                let (ask, answer) = (self.name("instruction", row), self.name("output", row));
-                (string("instruction") && string("output")).then(|| {
-                    format!(
-                        "{ask:?} and {answer:?}: user and assistant turns through the chat template \
-                         (format = \"prompt_completion\" with [fields] prompt = {ask:?}, completion = {answer:?} trains on raw text)"
-                    )
-                })
-            }
-            Format::PromptCompletion => {
-                let (prompt, completion) = (self.name("prompt", row), self.name("completion", row));
-                let list = |name: &str| row.get(name).is_some_and(Value::is_array);
-                if list(&prompt) && list(&completion) {
-                    return Some(format!(
-                        "{prompt:?} and {completion:?} as lists of messages: chats of which the completion is trained on"
-                    ));
-                }
-                (string("prompt") && string("completion")).then(|| {
-                    format!(
-                        "{prompt:?} and {completion:?}: raw text without the chat template \
-                         (format = \"alpaca\" with [fields] instruction = {prompt:?}, output = {completion:?} makes chats of them)"
-                    )
-                })
-            }
-            Format::Text => {
-                string("text").then(|| format!("{:?}: plain text, all of it trained on", self.name("text", row)))
-            }
-        }
-    }
-}
-
-fn unknown_format(row: Option<&Map<String, Value>>) -> RowError {
-    let wanted =
-        "\"messages\" (or \"conversations\"), \"instruction\" + \"output\", \"prompt\" + \"completion\", or \"text\"";
-    let Some(row) = row else {
-        return RowError::bad("", "no row to tell the format from", wanted);
-    };
-    let names: Vec<String> = row.keys().map(|key| format!("{key:?}")).collect();
-    let problem = match names.len() {
-        0 => "the row has no fields".to_string(),
-        1 => format!("the row has the field {}: no known format", names[0]),
-        _ => format!("the row has the fields {}: no known format", names.join(", ")),
-    };
-    let texts: Vec<&String> = row.iter().filter(|(_, value)| value.is_string()).map(|(key, _)| key).collect();
-    let remedy = match texts.as_slice() {
-        [] => "convert the rows to one of these".to_string(),
-        [text] => format!("say which field is the text: [data.train.fields] text = {text:?}"),
-        [ask, answer, ..] => format!(
-            "say what the fields are, under [data.train.fields]: instruction = {ask:?}, output = {answer:?} for chats through the template, or prompt = {ask:?}, completion = {answer:?} for raw text"
-        ),
-    };
-    RowError::bad("", problem, wanted).remedy(remedy)
-}
-
-/// A row for [`detect`], if it is a JSON object.
-pub fn sample_row(bytes: &[u8]) -> Option<Map<String, Value>> {
-    parse_object(bytes).ok()
 }

@@ -9,6 +9,7 @@
 pub mod batch;
 pub mod chat;
 pub mod counts;
+pub mod detect;
 pub mod error;
 pub mod example;
 pub mod jsonl;

@@ -12,8 +12,9 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use crate::chat::{self, Job, Masked, Request};
 use crate::counts::{Counts, Note};
+use crate::detect;
 use crate::error::{Error, Kind, Result};
-use crate::example::{self, Content, Format, Parser, Reason, RowError};
+use crate::example::{Content, Format, Message, Parser, Reason, RowError};
 use crate::jsonl::{Block, Layout, Reader};
 use crate::key;
 use crate::spec::{ControlPolicy, FormatChoice, OnError, RendererKind, Source, Spec};
@@ -45,6 +46,8 @@ struct Tools<'a> {
     tokenizer: Tokenizer,
     template: Option<Template>,
     tagged: bool,
+    /// Whether contents have to be lists of parts.
+    parts: bool,
     renderer: Option<&'a dyn Renderer>,
 }
 
@@ -127,14 +130,22 @@ fn choose_parser(source: &Source, reader: &Reader, block: Option<&Block>) -> Res
             let Some(block) = block else {
                 return Err(Error::new(Kind::Data, source.shown(), "the file holds no rows"));
             };
-            let rows: Vec<(u64, Map<String, Json>)> = block
-                .rows()
-                .take(SAMPLE_ROWS)
-                .filter_map(|(line, bytes)| Some((line, example::sample_row(bytes)?)))
-                .collect();
-            let line = rows.first().map_or(block.row(0).0, |row| row.0);
-            let rows: Vec<Map<String, Json>> = rows.into_iter().map(|row| row.1).collect();
-            example::detect(&rows, source).map_err(|e| row_error(source, line, &e))?
+            let samples = block.rows().take(SAMPLE_ROWS).map(|(line, bytes)| (line, detect::sample_row(bytes)));
+            let (mut rows, mut lines, mut broken): (Vec<Map<String, Json>>, Vec<u64>, _) = (vec![], vec![], None);
+            for (line, sample) in samples {
+                match sample {
+                    Ok(row) => {
+                        rows.push(row);
+                        lines.push(line);
+                    }
+                    Err(error) => broken = broken.or(Some((line, error))),
+                }
+            }
+            if let (Some((line, error)), []) = (broken, rows.as_slice()) {
+                return Err(row_error(source, line, &error));
+            }
+            let line = lines.first().map_or(1, |line| *line);
+            detect::detect(&rows, source).map_err(|e| row_error(source, line, &e))?
         }
     };
     let parser = Parser::new(format, source)
@@ -163,7 +174,27 @@ impl<'a> Tools<'a> {
             _ => None,
         };
         let tagged = spec.template.as_deref().is_some_and(template::has_tags);
-        Ok(Tools { spec, tokenizer: Tokenizer::new(&spec.tokenizer.json)?, template, tagged, renderer })
+        let tokenizer = Tokenizer::new(&spec.tokenizer.json)?;
+        let mut tools = Tools { spec, tokenizer, template, tagged, parts: false, renderer };
+        tools.parts = tools.needs_parts()?;
+        Ok(tools)
+    }
+
+    /// Whether the template writes a content only where it is a list of parts, as those for images and text do.
+    fn needs_parts(&self) -> Result<bool> {
+        const PROBE: &str = "A probe of this template";
+        let chat = |content: Json| json!({"messages": [{"role": "user", "content": content}]});
+        let probes = [chat(json!(PROBE)), chat(json!([{"type": "text", "text": PROBE}]))];
+        let renders = match (&self.template, self.renderer) {
+            (_, Some(renderer)) => renderer.render(probes.iter().map(with_prompt).collect())?,
+            (Some(template), None) => probes.iter().map(|probe| template.render_json(probe, false)).collect(),
+            (None, None) => return Ok(false),
+        };
+        let shown: Vec<bool> = renders
+            .into_iter()
+            .map(|render| render.is_ok_and(|render| render.text.contains(PROBE) && !render.text.contains("'text'")))
+            .collect();
+        Ok(shown == [false, true])
     }
 
     /// Chats need a template.
@@ -221,6 +252,9 @@ impl<'a> Tools<'a> {
             Content::Chat(mut chat) => {
                 if chat.messages.is_empty() {
                     return done(Err(RowError::new(Reason::Empty, "messages", "no messages")));
+                }
+                if self.parts {
+                    chat.messages.iter_mut().for_each(as_parts);
                 }
                 let control = match self.spec.control_tokens {
                     ControlPolicy::Text => Some(self.tokenizer.control()),
@@ -366,7 +400,7 @@ struct Values {
 
 impl Values {
     fn new(job: &Job) -> Values {
-        let message = |message: &crate::example::Message| {
+        let message = |message: &Message| {
             Value::from_pairs(message.fields.iter().map(|(name, value)| (name.as_str(), to_value(value))))
         };
         Values {
@@ -381,6 +415,19 @@ fn outcome(result: std::result::Result<Tokens, RowError>) -> Outcome {
         Ok(tokens) => Outcome::Kept(tokens),
         Err(error) => Outcome::Dropped(error),
     }
+}
+
+/// A text content as a list of one part.
+fn as_parts(message: &mut Message) {
+    if let Some(content @ Json::String(_)) = message.fields.get_mut("content") {
+        *content = json!([{"type": "text", "text": content.take()}]);
+    }
+}
+
+fn with_prompt(conversation: &Json) -> String {
+    let mut conversation = conversation.clone();
+    conversation["add_generation_prompt"] = json!(false);
+    conversation.to_string()
 }
 
 /// What a renderer of the caller is asked: the conversation as JSON, with `add_generation_prompt` in it.

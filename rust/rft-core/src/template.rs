@@ -20,8 +20,8 @@ pub const MARK: char = '\u{fdd0}';
 pub const SPAN_START: char = '\u{fdd1}';
 /// Where text of a generation tag ends.
 pub const SPAN_END: char = '\u{fdd2}';
-/// End of a message's content, in renders that look for it.
-pub const CONTENT_END: char = '\u{fdd3}';
+/// An edge of a message's content, in renders that look for it.
+pub const CONTENT_EDGE: char = '\u{fdd3}';
 
 /// Work of one render: about this many instructions, or 64 times as many bytes.
 const FUEL: u64 = 20_000_000;

@@ -87,15 +87,26 @@ impl ControlTokens {
         Cow::Owned(out)
     }
 
+    /// Where the last control token of a text ends.
+    pub fn last_end(&self, text: &str) -> Option<usize> {
+        if self.tokens.is_empty() {
+            return None;
+        }
+        self.longest.find_iter(text).last().map(|found| found.end())
+    }
+
     /// Where a turn ends: behind its last control token if only white space follows, else at `end`.
     pub fn turn_end(&self, text: &str, start: usize, end: usize) -> usize {
-        if self.tokens.is_empty() {
-            return end;
+        let visible = start + text[start..end].trim_end().len();
+        // Only the last bytes can be that token.
+        let mut from = visible.saturating_sub(self.max_len).max(start);
+        while !text.is_char_boundary(from) {
+            from += 1;
         }
-        match self.longest.find_iter(&text[start..end]).last() {
-            Some(found) if text[start + found.end()..end].trim().is_empty() => start + found.end(),
-            _ => end,
-        }
+        let last = &text[from..visible];
+        let ends =
+            !self.tokens.is_empty() && self.every.find_overlapping_iter(last).any(|found| found.end() == last.len());
+        if ends { visible } else { end }
     }
 }
 

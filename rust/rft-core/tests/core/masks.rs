@@ -126,11 +126,48 @@ fn a_thinking_prompt_does_not_move_the_border() {
     let think = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}";
     let row = chat(&[("user", "Capital of France?"), ("assistant", "Paris")]);
     assert_eq!(trained(std::slice::from_ref(&row), think), [["\n</think>\n\nParis<|im_end|>"]]);
-    // A prompt that the whole does not begin with: refused by number, never guessed.
-    let other = think.replace("assistant\n<think>\n{% endif %}", "assistant\n<reason>\n{% endif %}");
-    let error = Case::new(std::slice::from_ref(&row), &other).run().unwrap_err();
-    assert!(error.place.starts_with("rows.jsonl:1") && error.problem.contains("start of the whole chat"), "{error}");
+    // A prompt that the whole does not go on with: the turn starts behind what both share, taken back to the header.
+    let other = think.replace("assistant\n<think>\n{% endif %}", "assistant\n<thought>\n{% endif %}");
+    let (counts, store) = Case::new(std::slice::from_ref(&row), &other).made();
+    assert_eq!(trained_text(&store, 0), ["<think>\n\n</think>\n\nParis<|im_end|>"]);
+    assert_eq!(counts["mask_methods"]["prefix renders, prompt differs"], 1);
+}
+
+#[test]
+fn a_prompt_that_opens_reasoning_does_not_hide_turns_without_any() {
+    // Stock reasoning templates: the prompt ends with `<think>`, earlier answers have no block.
+    let template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}";
+    let row = chat(&MANY);
+    assert_eq!(trained(std::slice::from_ref(&row), template), [["Hello<|im_end|>", "See you<|im_end|>"]]);
+    // An answer that begins as the prompt goes on by chance is trained on from its first character.
+    let row = chat(&[("user", "a"), ("assistant", "<that"), ("user", "b"), ("assistant", "<think>\nc")]);
+    assert_eq!(trained(&[row], template), [["<that<|im_end|>", "c<|im_end|>"]]);
+    let glued = template.replace("assistant\n<think>", "assistant\n</think>");
+    let row = chat(&[("user", "a"), ("assistant", "</thesis>")]);
+    assert_eq!(trained(&[row], &glued), [["</thesis><|im_end|>"]]);
+}
+
+#[test]
+fn a_template_that_writes_the_chat_anew_for_the_prompt_is_refused_by_number() {
+    let template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | upper if add_generation_prompt else m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
+    let rows = [chat(&[("user", "1"), ("assistant", "2")]), chat(&MANY)];
+    let error = Case::new(&rows, template).run().unwrap_err();
+    assert!(error.place.starts_with("rows.jsonl:2") && error.problem.contains("start of the whole chat"), "{error}");
     assert!(error.remedy.contains("generation"));
+}
+
+#[test]
+fn contents_are_given_as_the_template_takes_them() {
+    // Templates for images and text write only lists of parts.
+    let parts = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
+    assert_eq!(trained(&[chat(&MANY)], parts), [["Hello<|im_end|>", "See you<|im_end|>"]]);
+    let last = "{% if loop.last and m.role == 'assistant' %}[last]{% endif %}{% for part";
+    let rewriting = parts.replace("{% for part", last);
+    assert_eq!(trained(&[chat(&MANY)], &rewriting), [["Hello<|im_end|>", "[last]See you<|im_end|>"]]);
+    // One that loses what the assistant says is not taken for one that writes it.
+    let loses = CHATML.replace("{{ m.content }}", "{{ m.text }}");
+    let error = Case::new(&[chat(&MANY)], &loses).run().unwrap_err();
+    assert!(error.problem.contains("writes nothing of what"), "{error}");
 }
 
 #[test]

@@ -83,6 +83,11 @@ fn an_unknown_row_shows_what_to_write_and_writing_it_works() {
     assert_eq!(text(&document(&store, 0).0), "2+2?4<|endoftext|>");
     let (counts, _) = with(json!({"instruction": "question", "output": "answer"})).made();
     assert_eq!(counts["sources"][0]["format"], "alpaca");
+    let rows = [json!({"id": "7", "steps": "x", "solution": "4", "problem": "2+2?"})];
+    let error = Case::new(&rows, CHATML).run().unwrap_err();
+    assert!(error.remedy.contains("prompt = \"problem\", completion = \"solution\""), "{error}");
+    let pretty = Case::of_bytes("rows.jsonl", b"{\n \"text\": 1\n}", CHATML).run().unwrap_err();
+    assert!(pretty.place == "rows.jsonl:1" && pretty.problem.contains("not valid JSON"), "{pretty}");
     let typo = with(json!({"prompt": "questoin", "completion": "answer"})).run().unwrap_err();
     assert!(typo.problem.contains("no field \"questoin\"") && typo.wanted.contains("\"question\""), "{typo}");
     let mixed = with(json!({"prompt": "question", "output": "answer"})).run().unwrap_err();
@@ -274,4 +279,46 @@ proptest! {
             prop_assert_eq!(crate::support::trained_text(&store, 0).concat(), wanted.concat());
         }
     }
+
+    /// No row makes the core panic, and every row is kept or counted.
+    #[test]
+    fn whatever_the_rows_are_they_are_kept_or_counted(
+        rows in prop::collection::vec(prop::collection::vec(prop::sample::select(PIECES), 1..14), 1..12),
+        format in prop::sample::select(&["messages", "sharegpt", "alpaca", "prompt_completion", "text"][..]),
+    ) {
+        let lines: Vec<String> = rows.iter().map(|pieces| pieces.concat()).collect();
+        let content = format!("{{\"first\": 1}}\n{}", lines.join("\n"));
+        let case = Case::of_bytes("rows.jsonl", content.as_bytes(), CHATML);
+        let case = case.with("on_error", json!("skip")).with_source("format", json!(format));
+        match case.run() {
+            Ok(counts) => {
+                let dropped: u64 = counts["dropped"].as_object().unwrap().values().map(|n| n.as_u64().unwrap()).sum();
+                prop_assert_eq!(counts["read"].as_u64().unwrap(), counts["kept"].as_u64().unwrap() + dropped);
+                prop_assert_eq!(counts["read"].as_u64().unwrap() as usize, lines.len() + 1);
+            }
+            Err(error) => prop_assert!(error.problem.contains("no token to train on"), "{}", error),
+        }
+    }
 }
+
+/// Pieces of rows, right and wrong.
+const PIECES: &[&str] = &[
+    "{",
+    "}",
+    "[",
+    "]",
+    ",",
+    "{\"messages\": [{\"role\": \"user\", \"content\": \"q\"}, {\"role\": \"assistant\", \"content\": \"a\"}]}",
+    "{\"conversations\": [{\"from\": \"human\", \"value\": \"q\"}, {\"from\": \"gpt\", \"value\": null}]}",
+    "{\"instruction\": \"i\", \"output\": \"o\", \"input\": 7}",
+    "{\"prompt\": [], \"completion\": []}",
+    "{\"prompt\": \"p\", \"completion\": \"c\", \"loss_weight\": 0}",
+    "{\"text\": \"t\"}",
+    "{\"text\": \"\\ud83d\"}",
+    "{\"messages\": [{\"role\": \"assistant\", \"content\": [{\"type\": \"image\"}]}]}",
+    "{\"messages\": [{\"role\": \"assistant\", \"content\": \"\", \"train\": true}], \"tools\": \"x\"}",
+    "{\"messages\": [7]}",
+    "\u{fdd0}",
+    "1e999",
+    "null",
+];

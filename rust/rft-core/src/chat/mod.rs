@@ -4,14 +4,19 @@
 //! reads before message i is the render of the messages before it with the generation prompt, and that must be a prefix
 //! of the whole, checked for each chat. No text is searched for what a message says.
 
+mod neutralise;
+mod regions;
+
 use std::collections::HashMap;
 
 use serde_json::{Map, Value as Json};
 
 use crate::example::{Chat, Message, Reason, RowError};
 use crate::spec::TrainOn;
-use crate::template::{CONTENT_END, MARK, Rendered, SPAN_END, SPAN_START};
+use crate::template::{CONTENT_EDGE, Rendered};
 use crate::tokenizer::ControlTokens;
+
+pub use neutralise::neutralise;
 
 /// One render that a chat needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -20,8 +25,17 @@ pub struct Request {
     pub messages: usize,
     /// Whether the generation prompt is asked for.
     pub prompt: bool,
-    /// The message whose content gets a mark at its end.
-    pub marked: Option<usize>,
+    /// The message whose content gets a mark, and at which edge.
+    pub marked: Option<(usize, Edge)>,
+}
+
+/// An edge of a content's visible text.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Edge {
+    /// Before its first character.
+    Start,
+    /// Behind its last one.
+    End,
 }
 
 impl Request {
@@ -50,6 +64,8 @@ pub enum Method {
     Tags,
     /// Renders of growing prefixes.
     Prefixes,
+    /// The same, but a generation prompt says more than the whole chat does at that place.
+    PromptDiffers,
 }
 
 impl Method {
@@ -59,6 +75,7 @@ impl Method {
             Method::Whole => "everything",
             Method::Tags => "generation tags",
             Method::Prefixes => "prefix renders",
+            Method::PromptDiffers => "prefix renders, prompt differs",
         }
     }
 }
@@ -152,7 +169,7 @@ impl Job {
             match self.method {
                 Method::Whole => {}
                 Method::Tags if assistant => {}
-                Method::Tags | Method::Prefixes => {
+                Method::Tags | Method::Prefixes | Method::PromptDiffers => {
                     self.ask(self.before(index, all));
                     self.ask(Request::part(index + 1));
                 }
@@ -193,12 +210,33 @@ impl Job {
                 }
                 None => return Ok(None),
             },
-            Method::Prefixes => match self.region_spans(&text, control, *train_on == TrainOn::All)? {
-                Some(spans) => spans,
-                None => return Ok(None),
-            },
+            Method::Prefixes | Method::PromptDiffers => {
+                match self.region_spans(&text, control, *train_on == TrainOn::All)? {
+                    Some(spans) => spans,
+                    None => return Ok(None),
+                }
+            }
         };
-        Ok(Some(Masked { text, spans: in_order(spans), method: self.method }))
+        let spans = in_order(spans);
+        self.check_content(&text, &spans)?;
+        Ok(Some(Masked { text, spans, method: self.method }))
+    }
+
+    /// A template that writes nothing of what the chosen messages say must not pass for one that does (templates for
+    /// images and text leave out contents that are not lists of parts): the last word of one of them has to be there.
+    fn check_content(&self, text: &str, spans: &[Span]) -> RowResult<()> {
+        let chosen = self.chat.messages.iter().zip(&self.selected).filter(|(_, chosen)| **chosen);
+        let mut words =
+            chosen.filter_map(|(message, _)| content_of(message, Edge::End)?.split_whitespace().last()).peekable();
+        if spans.is_empty() || words.peek().is_none() {
+            return Ok(());
+        }
+        if words.any(|word| spans.iter().any(|span| text[span.start..span.end].contains(word))) {
+            return Ok(());
+        }
+        let problem = "the chat template writes nothing of what the messages to be trained on say";
+        Err(RowError::new(Reason::TemplateError, "", problem)
+            .remedy("use another data.template: `rft inspect` shows what it makes of a row"))
     }
 
     fn refused(&self, request: Request, problem: &str) -> RowError {
@@ -263,86 +301,17 @@ impl Job {
         Ok(Some(spans))
     }
 
-    /// Spans of chosen messages from renders of growing prefixes; none while more renders are needed.
-    fn region_spans(&mut self, text: &str, control: &ControlTokens, all: bool) -> RowResult<Option<Vec<Span>>> {
-        let mut spans = Vec::new();
-        for index in 0..self.chat.messages.len() {
-            let tagged = self.method == Method::Tags && self.chat.messages[index].role == "assistant";
-            if !self.selected[index] || tagged {
-                continue;
-            }
-            let start = match self.renders.get(&self.before(index, all)) {
-                _ if index == 0 && !self.before(index, all).prompt => 0,
-                Some(before) if text.starts_with(&before.text) => before.text.len(),
-                _ => {
-                    return Err(untold(&format!(
-                        "the chat template does not write the chat up to message {} as the start of the whole chat",
-                        index + 1
-                    )));
-                }
-            };
-            let Some(end) = self.region_end(index, text, start, control, all)? else { continue };
-            spans.push(Span { start, end, weight: self.weights[index] });
-        }
-        Ok(if self.pending.is_empty() { Some(spans) } else { None })
-    }
-
-    /// Where a message ends in the whole text; none when marked renders were asked for first.
-    fn region_end(
-        &mut self,
-        index: usize,
-        text: &str,
-        start: usize,
-        control: &ControlTokens,
-        all: bool,
-    ) -> RowResult<Option<usize>> {
-        let upto = self.renders.get(&Request::part(index + 1)).map(|r| r.text.clone()).unwrap_or_default();
-        if text.starts_with(&upto) && upto.len() >= start {
-            let end = if all { upto.len() } else { control.turn_end(text, start, upto.len()) };
-            return Ok(Some(end));
-        }
-        // The template writes a turn differently once others follow (as when it drops old reasoning): find the end of
-        // its content by a mark, in the whole chat and in the chat that ends with it, and what the template adds there.
-        let in_whole = Request { marked: Some(index), ..self.whole() };
-        let in_part = Request { marked: Some(index), ..Request::part(index + 1) };
-        let problem = format!("the chat template writes message {} differently once others follow it", index + 1);
-        if !self.renders.contains_key(&in_whole) {
-            if content_end(&self.chat.messages[index]).is_none() {
-                return Err(untold(&problem));
-            }
-            self.ask(in_whole);
-            self.ask(in_part);
-            return Ok(None);
-        }
-        let found = (self.mark_in(&in_whole, text), self.mark_in(&in_part, &upto));
-        let (Some(at), Some(at_part)) = found else { return Err(untold(&problem)) };
-        // What follows the content in both: the end of the turn is in it if a control token is, or all of the part's rest.
-        let (rest, rest_part) = (&text[at..], &upto[at_part..]);
-        let common = common_prefix(rest, rest_part);
-        if at < start || !(common == rest_part.len() || control.is_spelled(&rest[..common])) {
-            return Err(untold(&problem));
-        }
-        Ok(Some(control.turn_end(text, at, at + common)))
-    }
-
-    /// Where the content's mark lies, if the render is otherwise the plain one.
-    fn mark_in(&self, request: &Request, plain: &str) -> Option<usize> {
-        let marked = &self.renders.get(request)?.text;
-        let at = marked.find(CONTENT_END)?;
-        let rest = &marked[at + CONTENT_END.len_utf8()..];
-        (plain.get(..at)? == &marked[..at] && plain.get(at..)? == rest).then_some(at)
-    }
-
     /// The messages of a request, as the template gets them.
     pub fn messages(&self, request: &Request) -> Vec<Map<String, Json>> {
         let part = self.chat.messages.iter().take(request.messages).enumerate();
         part.map(|(index, message)| {
             let mut fields = message.fields.clone();
-            if request.marked == Some(index)
-                && let Some((mut content, at)) = content_end(message)
+            if let Some((marked, edge)) = request.marked
+                && marked == index
+                && let Some(content) = content_mut(&mut fields, edge)
+                && let Some(at) = edge_of(content, edge)
             {
-                content.insert(at, CONTENT_END);
-                fields.insert("content".into(), Json::String(content));
+                content.insert(at, CONTENT_EDGE);
             }
             fields
         })
@@ -350,16 +319,46 @@ impl Job {
     }
 }
 
-/// Bytes that two texts have in common at their start, whole characters only.
-fn common_prefix(a: &str, b: &str) -> usize {
-    a.chars().zip(b.chars()).take_while(|(x, y)| x == y).map(|(x, _)| x.len_utf8()).sum()
+/// A message's content: the text, or its first or last text part.
+fn content_mut(fields: &mut Map<String, Json>, edge: Edge) -> Option<&mut String> {
+    match fields.get_mut("content")? {
+        Json::String(text) => Some(text),
+        Json::Array(parts) => {
+            let part = match edge {
+                Edge::Start => parts.first_mut(),
+                Edge::End => parts.last_mut(),
+            };
+            match part?.get_mut("text")? {
+                Json::String(text) => Some(text),
+                _ => None,
+            }
+        }
+        _ => None,
+    }
 }
 
-/// A message's text and the place behind its last visible character.
-fn content_end(message: &Message) -> Option<(String, usize)> {
-    let content = message.fields.get("content")?.as_str()?;
-    let at = content.trim_end().len();
-    (at > 0).then(|| (content.to_string(), at))
+/// The content of a message for a look.
+fn content_of(message: &Message, edge: Edge) -> Option<&str> {
+    match message.fields.get("content")? {
+        Json::String(text) => Some(text),
+        Json::Array(parts) => {
+            let part = if edge == Edge::Start { parts.first() } else { parts.last() };
+            part?.get("text")?.as_str()
+        }
+        _ => None,
+    }
+}
+
+/// Where the visible text of a content starts or ends: templates strip the white space around it.
+fn edge_of(content: &str, edge: Edge) -> Option<usize> {
+    let visible = content.trim();
+    if visible.is_empty() {
+        return None;
+    }
+    Some(match edge {
+        Edge::Start => content.len() - content.trim_start().len(),
+        Edge::End => content.trim_end().len(),
+    })
 }
 
 fn untold(problem: &str) -> RowError {
@@ -389,71 +388,4 @@ fn in_order(mut spans: Vec<Span>) -> Vec<Span> {
     }
     spans.retain(|span| span.start < span.end);
     spans
-}
-
-/// Breaks control tokens spelled in a chat and refuses text that holds our own marks; whether a token was spelled.
-pub fn neutralise(chat: &mut Chat, control: Option<&ControlTokens>) -> RowResult<bool> {
-    let mut spelled = false;
-    for (index, message) in chat.messages.iter_mut().enumerate() {
-        for (name, value) in &mut message.fields {
-            if name != "role" {
-                walk(value, control, &mut spelled).map_err(|()| reserved(&format!("messages[{index}].{name}")))?;
-            }
-        }
-    }
-    for (name, value) in &mut chat.extra {
-        walk(value, control, &mut spelled).map_err(|()| reserved(name))?;
-    }
-    Ok(spelled)
-}
-
-fn reserved(field: &str) -> RowError {
-    RowError::bad(field, "it holds one of the noncharacters U+FDD0 to U+FDD3", "text without them")
-        .remedy("take them out of the row: Unicode keeps them for programs' own use, and rft marks spans with them")
-}
-
-fn walk(value: &mut Json, control: Option<&ControlTokens>, spelled: &mut bool) -> std::result::Result<(), ()> {
-    let mut text = |text: &str| -> std::result::Result<Option<String>, ()> {
-        if text.contains([MARK, SPAN_START, SPAN_END, CONTENT_END]) {
-            return Err(());
-        }
-        let Some(control) = control else { return Ok(None) };
-        *spelled |= control.is_spelled(text);
-        match control.neutralise(text) {
-            std::borrow::Cow::Borrowed(_) => Ok(None),
-            std::borrow::Cow::Owned(marked) => Ok(Some(marked)),
-        }
-    };
-    match value {
-        Json::String(content) => {
-            if let Some(marked) = text(content)? {
-                *content = marked;
-            }
-        }
-        Json::Array(items) => {
-            for item in items {
-                walk(item, control, spelled)?;
-            }
-        }
-        Json::Object(fields) => {
-            let mut renamed = Vec::new();
-            for name in fields.keys() {
-                if let Some(marked) = text(name)? {
-                    renamed.push((name.clone(), marked));
-                }
-            }
-            if !renamed.is_empty() {
-                let old = std::mem::take(fields);
-                for (name, value) in old {
-                    let new = renamed.iter().find(|(from, _)| *from == name).map(|(_, to)| to.clone());
-                    fields.insert(new.unwrap_or(name), value);
-                }
-            }
-            for value in fields.values_mut() {
-                walk(value, control, spelled)?;
-            }
-        }
-        _ => {}
-    }
-    Ok(())
 }
