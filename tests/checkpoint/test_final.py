@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from rft.checkpoint import hf
-from rft.checkpoint.hf import save_final
+from rft.checkpoint.hf import model_card, save_final
 from rft.checkpoint.save import remove_leftovers
 from rft.errors import CheckpointError
+from rft.models.source import ModelSource
 from rft.training.run import Run
 from support.data import write_tiny_tokenizer
 from support.ranked import gathered, make_run, steps, write_base
@@ -94,6 +95,21 @@ def test_a_trained_adapter_loads_in_peft_with_the_same_logits(tmp_path):
     card = (folder / "README.md").read_text()
     assert f'base_model: "{base}"' in card
     assert "stub.jsonl" in card
+    assert 'AutoPeftModelForCausalLM.from_pretrained("<run>/final")' in card
+    assert f"The base is read from `{base}`" in card
+
+
+@pytest.mark.parametrize(("lora", "loads"), [(True, "<run>/merged"), (False, "<run>/final")], ids=["adapter", "full"])
+def test_card_of_a_run_on_a_gguf_file_loads_a_whole_model(tmp_path, lora, loads):
+    source = ModelSource("gguf", tmp_path / "base.gguf", None, None)  # type: ignore[arg-type]
+    config = {
+        "adapter": {"name": "lora", "r": 4} if lora else {"name": "none"},
+        "data": {"train": [{"path": "rows.jsonl"}]},
+    }
+    card = model_card(source, config)
+    assert f'AutoModelForCausalLM.from_pretrained("{loads}")' in card
+    assert "AutoPeftModel" not in card
+    assert ("rft merge <run>" in card) == lora
 
 
 def test_a_bf16_run_saves_its_fp32_masters_as_the_adapter_and_the_type_of_the_base_as_the_model(tmp_path):

@@ -37,6 +37,25 @@ def ids_of_rendered(tokenizer, text):
     return Tokenizer.from_str(tokenizer.json).encode(text, add_special_tokens=False).ids
 
 
+# ---- what a template leaves out
+
+
+@pytest.mark.parametrize("template", [CHATML, CHATML_TAGGED], ids=["stock", "tagged"])
+def test_a_template_that_loses_a_tool_call_is_refused_and_one_that_writes_it_is_not(tmp_path, template):
+    call = {"type": "function", "function": {"name": "look_up", "arguments": {"word": "rft"}}}
+    row = chat("Hi", "Hello")
+    row["messages"] += [{"role": "user", "content": "Look"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    files = tiny_files(tmp_path / "tokenizer", template=template)
+    with pytest.raises(DataError, match='does not write tool calls: that of "look_up"'):
+        prepare_rows(tmp_path, [row], files)
+    writes = template.replace(
+        "message['content']", "(message['content'] or (message.tool_calls[0].function | tojson))", 1
+    )
+    assert writes != template
+    store = prepare_rows(tmp_path / "again", [row], tiny_files(tmp_path / "other", template=writes)).train
+    assert "look_up" in text_of(store, 0, files)
+
+
 # ---- BO-05, BO-10: every assistant turn, with and without generation tags
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import tomllib
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ import pytest
 import rft
 from rft.checkpoint.target import find_target
 from rft.cli import run as rft_command
+from rft.config.root import Config
+from rft.config.show import to_toml
 from rft.data.packed import open_store
 from rft.errors import DataError
 from rft.generate.load import load_speaker
@@ -154,6 +157,27 @@ def test_eval_of_the_adapter_folder_and_of_a_file_agree_with_the_run(trained, ca
     )  # outside a run the precision is what the machine does best
     other = evaluated(capsys, str(trained), "--data", str(trained.parent / "rows.jsonl"))
     assert other["label_tokens"] > whole["label_tokens"]
+
+
+def test_eval_reads_a_file_with_the_settings_of_the_first_source_of_the_run(trained, capsys, tmp_path):
+    rows = [json.loads(line) for line in (trained.parent / "held.jsonl").read_text().splitlines()]
+    renamed = [
+        {"talk": [{**m, "role": "bot" if m["role"] == "assistant" else m["role"]} for m in row["messages"]]}
+        for row in rows
+    ]
+    write_rows(tmp_path / "renamed.jsonl", renamed)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "final").symlink_to(trained / "final")
+    config = tomllib.loads((trained / "config.resolved.toml").read_text())
+    source = config["data"]["train"][0]
+    source |= {"format": "messages", "fields": {"messages": "talk"}, "roles": {"bot": "assistant"}}
+    (run / "config.resolved.toml").write_text(to_toml(Config.model_validate(config)))
+    argv = ("eval", str(run), "--data", str(tmp_path / "renamed.jsonl"))
+    assert evaluated(capsys, *argv[1:])["label_tokens"] == evaluated(capsys, str(trained))["label_tokens"]
+    code, out, err = command(capsys, *argv)
+    assert code == 0, err
+    assert "read like the run's first source" in out
 
 
 def test_eval_without_data_says_how_to_give_some(trained, capsys):

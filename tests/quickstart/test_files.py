@@ -9,7 +9,7 @@ import pytest
 from rft.config.load import load_config
 from rft.errors import ConfigError
 from rft.quickstart import files
-from rft.quickstart.run import one_line, steps_for
+from rft.quickstart.run import one_line, rft_command, steps_for
 
 
 def test_written_config_loads_and_says_what_it_was_given(tmp_path):
@@ -58,7 +58,8 @@ def test_missing_package_exits_2_with_the_exact_pip_line(monkeypatch):
 def test_steps_follow_the_speed_of_the_machine():
     assert steps_for(240, 5.3) == 45
     assert steps_for(240, 14.0) == 17
-    assert steps_for(240, 500.0) == 16  # a very slow machine still learns something
+    assert steps_for(240, 40.0) == 6  # the minutes asked for hold on a slow machine
+    assert steps_for(240, 500.0) == 4  # a very slow machine still learns something
     assert steps_for(240, 0.01) == 400  # a GPU does not go over the rows again and again
 
 
@@ -66,3 +67,21 @@ def test_answers_are_shown_on_one_line():
     assert one_line("Return\n  the   size.") == '"Return the size."'
     assert one_line("x" * 300).endswith('..."')
     assert len(one_line("x" * 300)) < 250
+
+
+def test_commands_are_printed_as_they_work_from_the_folder(tmp_path, monkeypatch):
+    program = tmp_path / ".venv" / "bin" / "rft"
+    program.parent.mkdir(parents=True)
+    monkeypatch.setattr("sys.executable", str(program.with_name("python")))
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.chdir(tmp_path)
+    assert rft_command() == f"{program.with_name('python')} -m rft"
+    program.touch(mode=0o755)
+    assert rft_command() == ".venv/bin/rft"
+    monkeypatch.chdir(program.parents[1])
+    assert rft_command() == "bin/rft"
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert rft_command() == str(program)
+    monkeypatch.setenv("PATH", str(program.parent))
+    assert rft_command() == "rft"

@@ -24,6 +24,7 @@ def installed():
 def test_quickstart_ends_with_a_lower_held_out_loss_and_another_answer(installed, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(quickstart, "HELD_OUT_ROWS", 16)
+    monkeypatch.setattr(quickstart, "_FEWEST_STEPS", 16)  # the loss falls by more than its noise
     assert rft_command(["quickstart", "--minutes", "0.1"]) == 0
     out = capsys.readouterr().out
     run = tmp_path / "quickstart" / "run"
@@ -31,6 +32,7 @@ def test_quickstart_ends_with_a_lower_held_out_loss_and_another_answer(installed
     assert losses[-1] < losses[0] - 0.05
     for words in (
         "model    SmolLM2-135M-Instruct",
+        "measuring this machine's speed",
         "$ rft train quickstart/quickstart.toml",
         "before",
         "after",

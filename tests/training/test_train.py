@@ -120,6 +120,18 @@ def test_new_goes_into_the_next_free_directory(base):
     assert losses(first) == losses(second)
 
 
+def test_a_finished_run_is_not_passed_off_as_one_on_other_data(base, tmp_path: Path):
+    path = write_rows(tmp_path / "rows.jsonl", some_chats(40))
+    config = changed(base, data={"train": [{"path": str(path)}]})
+    first = api.train(config)
+    assert api.train(config).status == "already finished"
+    write_rows(path, some_chats(30))
+    with pytest.raises(ConfigError, match="training data, its template or tokenizer changed"):
+        api.train(config)
+    write_rows(path, some_chats(40))
+    assert losses(first) == losses(api.train(config))
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_stopped_run_goes_on_bit_for_bit(base, tmp_path: Path, monkeypatch, precision: str):
     config = changed(

@@ -261,14 +261,30 @@ def model_card(source: ModelSource, config: dict[str, Any]) -> str:
         "tags": ["rft", "lora" if lora else "full"],
     }
     front = "\n".join(f"{key}: {json.dumps(value)}" for key, value in head.items())
-    load = (
-        "from peft import AutoPeftModelForCausalLM\n\nmodel = AutoPeftModelForCausalLM.from_pretrained(folder)"
-        if lora
-        else "from transformers import AutoModelForCausalLM\n\nmodel = AutoModelForCausalLM.from_pretrained(folder)"
-    )
     return (
         f"---\n{front}\n---\n\n# {Path(base).name}, fine-tuned\n\n"
         f"This is {how} `{base}`, trained with rft {__version__} on {files}.\n"
         f"Options, data counts and what was applied are in the run directory (config.resolved.toml, data.json, receipts.json).\n\n"
-        f"```python\n{load}\n```\n"
+        f"{_how_to_load(source, lora=lora)}"
     )
+
+
+def _how_to_load(source: ModelSource, *, lora: bool) -> str:
+    """Code that loads it. PEFT looks for the base where the adapter names it, and cannot put an adapter on a GGUF file."""
+    if lora and source.kind == "gguf":
+        return (
+            "The base is a GGUF file, which PEFT cannot put an adapter on: merge first. `rft chat` and `rft eval` need no merge.\n\n"
+            "```bash\nrft merge <run>    # the run directory, one above this folder; writes <run>/merged\n```\n\n"
+            f"{_python('transformers', 'AutoModelForCausalLM', '<run>/merged')}"
+        )
+    if lora:
+        local = (
+            f"The base is read from `{source.base_id}`: where it lies elsewhere, set `base_model_name_or_path` in "
+            "adapter_config.json, or merge with `rft merge <run> --base <base>`.\n\n"
+        )
+        return ("" if source.hub_id else local) + _python("peft", "AutoPeftModelForCausalLM", "<run>/final")
+    return _python("transformers", "AutoModelForCausalLM", "<run>/final")
+
+
+def _python(package: str, name: str, folder: str) -> str:
+    return f'```python\nfrom {package} import {name}\n\nmodel = {name}.from_pretrained("{folder}")\n```\n'

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rft import log
+from rft.cli.arguments import find_run
 from rft.errors import ConfigError, RftError
 
 if TYPE_CHECKING:
@@ -39,11 +40,10 @@ def command(
     _check(temperature, top_p, max_tokens)
     once = _one_shot(prompt)
     with log.capture_noise():
-        from rft.checkpoint.target import find_target
         from rft.generate.load import load_speaker
         from rft.generate.talk import Sampling
 
-        speaker = load_speaker(find_target(run))
+        speaker = load_speaker(find_run(run))
     sampling = Sampling(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed)
     messages = [{"role": "system", "content": system}] if system else []
     if once is not None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from rft import log
-from rft.cli.arguments import leave_stdout_to_json
+from rft.cli.arguments import find_run, leave_stdout_to_json
 
 
 def command(
@@ -31,11 +31,10 @@ def command(
     """Loss per labelled token on rows that were not trained on, by the same code as in training."""
     if as_json:
         leave_stdout_to_json()
-    from rft.checkpoint.target import find_target
     from rft.data.prepare import describe
-    from rft.training.held_out import evaluate_target
+    from rft.training.held_out import evaluate_target, source_settings
 
-    target = find_target(run)
+    target = find_run(run)
     with _Progress() as progress:
         result, report = evaluate_target(target, [str(path) for path in data or []], progress=progress.show)
     if as_json:
@@ -52,7 +51,7 @@ def command(
         return 0
     log.say("model", target.name)
     for sentence in describe({"train": report, "eval": None}):
-        log.say("data", sentence)
+        log.say("data", sentence + (" · read like the run's first source" if data and source_settings(target) else ""))
     log.say("loss", f"{result.loss:.4f} per label token · perplexity {math.exp(min(result.loss, 700.0)):,.2f}")
     speed = result.tokens / result.seconds if result.seconds else 0.0
     log.say(

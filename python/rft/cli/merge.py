@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from rft import log
+from rft.cli.arguments import find_run
 from rft.errors import ConfigError
 
 
@@ -33,10 +34,9 @@ def command(
     import torch
 
     from rft.checkpoint.merge import merge
-    from rft.checkpoint.target import find_target
     from rft.config.model import ModelConfig
 
-    target = find_target(run)
+    target = find_run(run, hub=False)
     if target.adapter is None:
         where = f"{target.model.path} is the whole model already" if target.kind == "run" else "it is a whole model"
         raise ConfigError(run, f"holds no adapter: {where}", wanted="a LoRA run or an adapter folder")

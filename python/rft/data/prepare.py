@@ -253,8 +253,22 @@ def _sentence(name: str, part: dict[str, Any], report: dict[str, Any]) -> str:
     if plan:
         size = f" of {plan['seq_len']:,}" if plan["packing"] != "none" else ""
         pieces.append(f"{plan['packs']:,} packs{size}, {100 * plan['fill']:.1f} % full")
+        pieces += _overlong(plan)
     pieces.append("prepared before" if part["reused"] else f"{part['seconds']:.1f} s")
     return " · ".join(pieces)
+
+
+def _overlong(plan: dict[str, Any]) -> list[str]:
+    """What became of documents over seq_len, where there are any."""
+    found = {
+        "split": plan["split_documents"],
+        "cut": plan["truncated_documents"],
+        "left out": plan["dropped_documents"],
+    }
+    words = [f"{count:,} documents over seq_len {how}" for how, count in found.items() if count]
+    if plan["unlabelled_tokens"]:
+        words.append(f"{_short(plan['unlabelled_tokens'])} tokens of pieces without a label left out")
+    return words
 
 
 def _uses_template(part: dict[str, Any]) -> bool:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import shlex
+import shutil
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +21,7 @@ from rft.report.units import duration
 HELD_OUT_ROWS = 64
 """Enough that the loss moves by more than its noise, few enough that measuring it twice takes half a minute."""
 MINUTES = 4.0
-_FEWEST_STEPS, _MOST_STEPS = 16, 400
+_FEWEST_STEPS, _MOST_STEPS = 4, 400
 _ANSWER_TOKENS = 60
 
 
@@ -47,6 +50,7 @@ def quickstart(folder: Path, *, minutes: float = MINUTES) -> Outcome:
     log.say("model", f"{files.MODEL_NAME}, from the installed package {files.PACKAGE} {files.package_version()}")
     example = _write_data(folder)
     toml.write_text(files.toml_text(toml, model, max_steps=_MOST_STEPS, minutes="?"), encoding="utf-8")
+    log.say("probe", "measuring this machine's speed: a few steps")
     probe = probe_speed(load_config(toml), example)
     steps = steps_for(minutes * 60, probe.seconds_a_step)
     trained = duration(steps * probe.seconds_a_step)
@@ -164,15 +168,26 @@ def one_line(text: str, width: int = 240) -> str:
     return f'"{text[: width - 4]} ..."' if len(text) > width else f'"{text}"'
 
 
+def rft_command() -> str:
+    """How `rft` is called from the current folder: by its name where PATH has it, else by the path of this environment's own."""
+    if shutil.which("rft"):
+        return "rft"
+    beside = Path(sys.executable).with_name("rft")
+    if not beside.is_file():
+        return f"{shlex.quote(sys.executable)} -m rft"
+    here = Path.cwd()
+    return shlex.quote(str(beside.relative_to(here) if beside.is_relative_to(here) else beside))
+
+
 def _say_what_next(outcome: Outcome, toml: Path) -> None:
-    run = outcome.folder / "run"
+    run, rft = outcome.folder / "run", rft_command()
     log.say("loss", f"held-out {outcome.loss_before:.3f} -> {outcome.loss_after:.3f} in {outcome.steps} steps")
     log.say("time", f"{duration(outcome.seconds)} in all")
     steps = [
         f"look at the run     {run / 'report.html'}",
-        f"talk to the model   rft chat {run}",
-        f"merge the adapter   rft merge {run}",
+        f"talk to the model   {rft} chat {run}",
+        f"merge the adapter   {rft} merge {run}",
         f"train on your rows  put them in a JSONL file, set [[data.train]] path in {toml},",
-        f"                    then rft train --new {toml}",
+        f"                    then {rft} train --new {toml}",
     ]
     log.say("next", "\n".join(steps))

@@ -19,7 +19,8 @@ from rft.training.loop import train as train_run
 from rft.training.result import Result
 from rft.training.resume import RunLock, Start, begin, choose_run_dir, lock_run_dir
 from rft.training.rundir import LOG, write_run_files
-from rft.training.setup import Job, add_data, build_run, inspect_job
+from rft.training.setup import Job, add_data, build_loaders, build_run, inspect_job
+from rft.training.state import check_same_plan
 
 Report = Callable[[Path], object]
 """Writes a page about a run directory. Given from above: the report knows training's files, training knows no report."""
@@ -87,6 +88,8 @@ def _train_in(
     for note in start.notes:
         log.say("resume", note)
     if start.kind == "finished":
+        if start.checkpoint is not None:
+            check_same_plan(run_dir, build_loaders(job)[0], start.checkpoint)
         return already_finished(run_dir, config_path)
     run = build_run(job, run_dir, start.checkpoint)
     if run.is_main:

@@ -91,15 +91,23 @@ def _build(job: Job, world: World, *, own_split: bool) -> HeldOut:
     return HeldOut(build_trainee(job), loader, world.device, micro_batch)
 
 
+def source_settings(target: Target) -> dict[str, Any]:
+    """How the run reads its first source: format and names of fields and roles; empty where they are found out from the rows."""
+    sources = target.config.get("data", {}).get("train") or [{}]
+    given = {key: sources[0].get(key) for key in ("format", "fields", "roles")}
+    return {key: value for key, value in given.items() if value and value != "auto"}
+
+
 def eval_config(target: Target, files: list[str], *, bf16: bool) -> Config:
     """The run's config with its weights as they are in `final/`, every choice that depends on the machine made anew.
 
-    bf16: whether this machine computes in bf16. Raises ConfigError where there is no data to evaluate on.
+    files: read with the settings of the run's first source. bf16: whether this machine computes in bf16. Raises ConfigError where there is no data to evaluate on.
     """
     values = {key: dict(table) for key, table in target.config.items()}
     data = values.setdefault("data", {})
     if files:
-        data |= {"train": [{"path": str(Path(file).absolute())} for file in files], "eval_fraction": 0.0}
+        settings = source_settings(target)
+        data |= {"train": [{**settings, "path": str(Path(file).absolute())} for file in files], "eval_fraction": 0.0}
     elif data.get("eval"):
         data["train"] = data["eval"]
     elif not data.get("eval_fraction"):

@@ -240,19 +240,24 @@ def _check_data(run: Run, state: TrainState, checkpoint: Checkpoint) -> None:
             wanted="the same packs in every step of a run",
             do="put train.tokens_per_step, train.accumulate and train.micro_batch back, or start a new run with --new",
         )
-    found = run.loader.plan(state.epoch).hash
-    if state.plan_hash and found != state.plan_hash:
-        raise ConfigError(
-            str(run.run_dir),
-            f"the training data, its template or tokenizer changed since {checkpoint.path.name} was saved",
-            wanted="the same packs in the same order",
-            do="bring the old data back, or start a new run with --new",
-        )
+    check_same_plan(run.run_dir, run.loader, checkpoint)
     own = run.state.eval_key
     if own and state.eval_key and own != state.eval_key:
         raise ConfigError(
             str(run.run_dir),
             "the held-out data changed since the run started: its losses could not be compared",
+            do="bring the old data back, or start a new run with --new",
+        )
+
+
+def check_same_plan(run_dir: Path, loader: Any, checkpoint: Checkpoint) -> None:
+    """Raises ConfigError where the packs of the checkpoint's epoch are no longer those that the run was trained on."""
+    saved = checkpoint.state.get("plan_hash")
+    if saved and loader.plan(int(checkpoint.state["epoch"])).hash != saved:
+        raise ConfigError(
+            str(run_dir),
+            f"the training data, its template or tokenizer changed since {checkpoint.path.name} was saved",
+            wanted="the same packs in the same order",
             do="bring the old data back, or start a new run with --new",
         )
 

@@ -226,12 +226,19 @@ impl Job {
     /// images and text leave out contents that are not lists of parts): the last word of one of them has to be there.
     fn check_content(&self, text: &str, spans: &[Span]) -> RowResult<()> {
         let chosen = self.chat.messages.iter().zip(&self.selected).filter(|(_, chosen)| **chosen);
+        let written = |word: &str| spans.iter().any(|span| text[span.start..span.end].contains(word));
+        if let Some(name) = chosen.clone().flat_map(|(message, _)| called(message)).find(|name| !written(name)) {
+            let problem = format!("the chat template does not write tool calls: that of {name:?} is lost");
+            return Err(RowError::new(Reason::TemplateError, "", problem).remedy(
+                "use a data.template that writes tool_calls, or skip such rows with data.on_error = \"skip\"",
+            ));
+        }
         let mut words =
             chosen.filter_map(|(message, _)| content_of(message, Edge::End)?.split_whitespace().last()).peekable();
         if spans.is_empty() || words.peek().is_none() {
             return Ok(());
         }
-        if words.any(|word| spans.iter().any(|span| text[span.start..span.end].contains(word))) {
+        if words.any(written) {
             return Ok(());
         }
         let problem = "the chat template writes nothing of what the messages to be trained on say";
@@ -335,6 +342,12 @@ fn content_mut(fields: &mut Map<String, Json>, edge: Edge) -> Option<&mut String
         }
         _ => None,
     }
+}
+
+/// Names of the functions that a message calls.
+fn called(message: &Message) -> impl Iterator<Item = &str> {
+    let calls = message.fields.get("tool_calls").and_then(Json::as_array);
+    calls.into_iter().flatten().filter_map(|call| call.get("function").unwrap_or(call).get("name")?.as_str())
 }
 
 /// The content of a message for a look.
