@@ -203,6 +203,14 @@ def test_a_disk_that_really_is_full_is_named_and_the_save_works_once_there_is_ro
     assert "['step-10']" in done.stdout
 
 
+@pytest.mark.parametrize("mark", ["{", "[]", "{}", ""])
+def test_a_damaged_mark_is_passed_over_like_any_other_damage(run_dir, mark):
+    (run_dir / "checkpoints" / "step-20" / "complete.json").write_text(mark)
+    found = find_latest(run_dir)
+    assert found.path.name == "step-10"
+    assert "complete.json" in found.skipped[0]
+
+
 # ---- nothing is unpickled (BO-42)
 
 
@@ -222,7 +230,7 @@ def test_a_pickle_in_place_of_any_file_is_refused_by_name_and_not_run(run_dir, n
     marker = tmp_path / "marker"
     path = run_dir / "checkpoints" / "step-20" / name
     path.write_bytes(pickle.dumps(Bomb(marker), protocol=protocol))
-    if protocol == 0 and name != "complete.json":  # text: no sign of a pickle, but not the bytes that were written
+    if protocol == 0:  # text: no sign of a pickle, but not the bytes that were written
         assert name in find_latest(run_dir).skipped[0]
     else:
         with pytest.raises(CheckpointError, match=name):

@@ -120,6 +120,24 @@ def test_new_goes_into_the_next_free_directory(base):
     assert losses(first) == losses(second)
 
 
+def test_a_run_of_no_step_is_refused(base):
+    config = {**base, "train": {k: v for k, v in base["train"].items() if k != "max_steps"} | {"epochs": 1e-300}}
+    with pytest.raises(ConfigError, match="is no step at all"):
+        api.train(config)
+
+
+def test_an_adapter_with_rows_of_added_tokens_goes_on_with_these_tokens_only(base, tmp_path: Path):
+    more = changed(base, model={"add_tokens": ["<|new|>"]}, train={"max_steps": 1})
+    saved = str(api.train(more).final_dir)
+    adapter = {"name": "lora", "path": saved}
+    again = changed(more, train={"out": str(tmp_path / "again")}) | {"adapter": adapter}
+    assert api.train(again).status == "finished"
+    for tokens in ([], ["<|new|>", "<|third|>"]):
+        other = changed(again, model={"add_tokens": tokens}, train={"out": str(tmp_path / f"other{len(tokens)}")})
+        with pytest.raises(ConfigError, match=r"the adapter at .* trains the rows"):
+            api.train(other)
+
+
 def test_a_finished_run_is_not_passed_off_as_one_on_other_data(base, tmp_path: Path):
     path = write_rows(tmp_path / "rows.jsonl", some_chats(40))
     config = changed(base, data={"train": [{"path": str(path)}]})

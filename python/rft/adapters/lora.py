@@ -110,6 +110,7 @@ def inject(
 
     if cfg.path is not None:
         config = read_adapter_config(cfg)
+        _check_token_rows(cfg, config, new_token_ids)
         note = f"as in {cfg.path}"
         of = len(_linears_in_layers(model))
     else:
@@ -137,6 +138,21 @@ def inject(
     if receipts is not None:
         receipts.apply("lora", count, of, f"r = {config.r}, alpha = {config.lora_alpha:g}, {note}")
     return wrapped
+
+
+def _check_token_rows(cfg: LoraConfig, config: Any, ids: Sequence[int]) -> None:
+    """An adapter goes on with the rows that it was made with. Raises ConfigError for other added tokens."""
+    rows = config.trainable_token_indices
+    if rows is None:
+        return
+    saved = sorted({i for listed in (rows.values() if isinstance(rows, dict) else [rows]) for i in listed})
+    if saved != sorted(ids):
+        raise ConfigError(
+            "model.add_tokens",
+            f"gives the token ids {sorted(ids)}, but the adapter at {cfg.path} trains the rows {saved}",
+            wanted="the tokens that the adapter was trained with, in their order",
+            do="set model.add_tokens as in that run, or merge the adapter first and add tokens to the result",
+        )
 
 
 def _modules_to_save(model: Any, cfg: LoraConfig) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,7 +89,11 @@ def open_checkpoint(path: Path, *, checked: bool = False) -> Checkpoint:
 def _open(path: Path, skipped: tuple[str, ...], *, hashes: bool = True) -> Checkpoint:
     if not (path / MARK).exists():
         raise _Damaged(f"it has no {MARK}, so its save never ended")
-    mark = read_json(path / MARK)
+    refuse_pickle(path / MARK)
+    try:
+        mark = json.loads((path / MARK).read_bytes())
+    except ValueError:
+        raise _Damaged(f"{MARK} is no JSON") from None
     _check_mark(path, mark)
     _check_files(path, mark["files"], hashes=hashes)
     state, config, versions = (read_json(path / name) for name in ("state.json", "config.json", "versions.json"))
@@ -97,9 +102,7 @@ def _open(path: Path, skipped: tuple[str, ...], *, hashes: bool = True) -> Check
 
 def _check_mark(path: Path, mark: Any) -> None:
     if not isinstance(mark, dict) or not isinstance(mark.get("files"), dict):
-        raise CheckpointError(
-            str(path / MARK), "is not a completion mark of rft", do="use another checkpoint of the run"
-        )
+        raise _Damaged(f"{MARK} is not what rft writes")
     if mark.get("format_version") != FORMAT_VERSION:
         raise CheckpointError(
             str(path / MARK),

@@ -154,11 +154,12 @@ def _check_complete(
             f"{len(foreign)} weights do not belong to {kind}, first {foreign[0]!r}",
             wanted="a checkpoint of this architecture",
         )
-    vocabularies = {base.config.vocab_size, getattr(source.config, "vocab_size", None)}
+    vocabulary, own = base.config.vocab_size, getattr(source.config, "vocab_size", None)
     for entry in entries:
         if entry.converter is None:
             shape, want = source.reader.shape(entry.sources[0]), tuple(wanted[entry.target].shape)
-            grown = shape[1:] == want[1:] and shape and shape[0] < want[0] and {want[0]} <= vocabularies
+            # Embeddings that grow for added tokens: the file has what its own config says, the model what the tokenizer needs.
+            grown = shape[1:] == want[1:] and shape[:1] == (own,) and want[0] == vocabulary > own
             if shape != want and not grown:
                 raise ModelError(
                     where,

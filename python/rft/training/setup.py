@@ -20,6 +20,7 @@ from rft.config.root import Config
 from rft.data.folder import default_root
 from rft.data.loader import Loader
 from rft.data.prepare import Prepared, prepare
+from rft.errors import ConfigError
 from rft.losses import SftLoss
 from rft.models.attention import choose_backend, install_attention
 from rft.models.aux_loss import RouterLoss
@@ -169,6 +170,8 @@ def build_run(job: Job, run_dir: Path, checkpoint: Checkpoint | None) -> Run:
     loader, eval_loader = build_loaders(job)
     packs_per_step = plan_steps(job, loader, checkpoint)
     total_steps = plan_total_steps(job.config, lambda epoch: loader.steps_in_epoch(epoch, packs_per_step))
+    if total_steps == 0:
+        raise ConfigError("train.epochs", f"{job.config.train.epochs:g} is no step at all", wanted="at least one step")
     trainee = build_trainee(job)
     optimizer = build_optimizer(job, trainee)
     config = job.config
