@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, NonNegativeFloat, PositiveInt, Tag
+from pydantic import Discriminator, Field, NonNegativeFloat, Tag, field_validator
 
 from rft.config.table import Table
 
@@ -13,7 +13,7 @@ class LoraConfig(Table):
     """LoRA through PEFT."""
 
     name: Literal["lora"] = "lora"
-    r: PositiveInt = 16
+    r: int = Field(16, ge=1, le=65_536)
     """Rank."""
     alpha: NonNegativeFloat | None = None
     """Scale numerator: the update is multiplied by alpha / r. Default 2 r."""
@@ -33,6 +33,13 @@ class LoraConfig(Table):
     """Which biases are trained."""
     modules_to_save: list[str] = []
     """Modules that are trained in full and saved with the adapter."""
+
+    @field_validator("targets")
+    @classmethod
+    def _some(cls, value: str | list[str]) -> str | list[str]:
+        if not value:
+            raise ValueError("no choice of modules: leave it out for all linears of the decoder layers")
+        return value
 
 
 class FullConfig(Table):

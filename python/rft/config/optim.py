@@ -5,7 +5,16 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Tag, field_validator
+from pydantic import (
+    Discriminator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
 from rft.config.table import Table
 
@@ -80,6 +89,12 @@ class GroupConfig(Table):
         except re.error as error:
             raise ValueError(f"not a regular expression: {error}") from None
         return value
+
+    @model_validator(mode="after")
+    def _changes_something(self) -> GroupConfig:
+        if self.lr is None and self.weight_decay is None:
+            raise ValueError("without lr and weight_decay: it would change nothing")
+        return self
 
 
 class AdamWConfig(Table):

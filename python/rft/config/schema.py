@@ -104,13 +104,13 @@ def _bounds(metadata: tuple[Any, ...] | list[Any]) -> str:
         for bound in item.metadata if isinstance(item, FieldInfo) else [item]:
             match bound:
                 case annotated_types.Gt(gt=value):
-                    words.append(f"above {value:g}")
+                    words.append(f"above {value:.12g}")
                 case annotated_types.Ge(ge=value):
-                    words.append(f"of at least {value:g}")
+                    words.append(f"of at least {value:.12g}")
                 case annotated_types.Lt(lt=value):
-                    words.append(f"below {value:g}")
+                    words.append(f"below {value:.12g}")
                 case annotated_types.Le(le=value):
-                    words.append(f"of at most {value:g}")
+                    words.append(f"of at most {value:.12g}")
     return " and ".join(words)
 
 

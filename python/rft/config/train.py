@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from rft.config.table import Table
 
@@ -35,7 +35,7 @@ class TrainConfig(Table):
     """Type in which trained weights are kept."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """Type of the computation. auto: bf16, or fp32 on CPUs without bf16 arithmetic."""
-    seed: NonNegativeInt = 0
+    seed: int = Field(0, ge=0, lt=2**32)
     """Seed of everything random."""
     max_grad_norm: PositiveFloat | Literal["none"] = 1.0
     """Gradients are scaled down to this norm."""
