@@ -120,6 +120,15 @@ def test_new_goes_into_the_next_free_directory(base):
     assert losses(first) == losses(second)
 
 
+def test_a_run_that_died_after_its_last_checkpoint_ends_with_its_numbers(base):
+    first = api.train(base)
+    (first.run_dir / "summary.json").unlink()
+    again = api.train(base)
+    assert (again.status, again.steps, again.train_loss) == ("finished", 6, first.train_loss)
+    assert again.memory_peak_bytes == first.memory_peak_bytes
+    assert losses(again) == losses(first)
+
+
 def test_a_run_of_no_step_is_refused(base):
     config = {**base, "train": {k: v for k, v in base["train"].items() if k != "max_steps"} | {"epochs": 1e-300}}
     with pytest.raises(ConfigError, match="is no step at all"):

@@ -30,7 +30,8 @@ class MetricsFile:
 
     def __init__(self, path: Path, resume_step: int | None):
         """resume_step: the run goes on after that step; None = it starts, and what is there is of no use."""
-        _keep_up_to(path, resume_step)
+        self.kept = _keep_up_to(path, resume_step)
+        """Lines of the steps that are not run again."""
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, line: dict[str, Any]) -> None:
@@ -41,14 +42,14 @@ class MetricsFile:
         self._file.close()
 
 
-def _keep_up_to(path: Path, step: int | None) -> None:
-    """Drop torn lines, and lines of steps that will be run again."""
+def _keep_up_to(path: Path, step: int | None) -> list[dict[str, Any]]:
+    """Drop torn lines, and lines of steps that will be run again; returns the others."""
     if not path.exists():
-        return
+        return []
     if step is None:
         path.unlink()
-        return
-    kept = []
+        return []
+    kept, lines = [], []
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             line = json.loads(text)
@@ -56,9 +57,11 @@ def _keep_up_to(path: Path, step: int | None) -> None:
             continue
         if isinstance(line, dict) and line.get("step", 0) <= step:
             kept.append(text)
+            lines.append(line)
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(text + "\n" for text in kept), encoding="utf-8")
     os.replace(temporary, path)
+    return lines
 
 
 class StepClock:

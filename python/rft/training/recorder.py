@@ -26,11 +26,12 @@ class Recorder:
         self._trackers: list[Tracker] = []
         peak = peak_flops(run.device_name, run.config.train.precision) if run.device.type == "cuda" else None
         self._meter = Meter(run, peak, self._train_line)
-        self.last_train: dict[str, Any] = {}
-        """The last train line."""
+        before = [line for line in self._file.kept if line.get("kind") == "train"] if self._file is not None else []
+        self.last_train: dict[str, Any] = before[-1] if before else {}
+        """The last train line, also of an earlier process of the run."""
         self.mfu: float | None = None
         """Of all steps that were logged since this process started."""
-        self.memory_peak_bytes = 0
+        self.memory_peak_bytes = max((line["memory_peak_bytes"] for line in before), default=0)
         self._seconds = 0.0
 
     def __enter__(self) -> Recorder:
