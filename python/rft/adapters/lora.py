@@ -97,12 +97,13 @@ def inject(
     *,
     dtype: torch.dtype = torch.float32,
     base_id: str | None = None,
-    new_token_ids: Sequence[int] = (),
+    new_token_ids: Sequence[int] | None = None,
     receipts: Receipts | None = None,
 ) -> Any:
     """Wrap a (meta) model in PEFT and return the `PeftModel`; only adapters are trained, kept in `dtype`.
 
-    new_token_ids: rows of the embeddings (and of an untied head) that are trained and saved with the adapter.
+    new_token_ids: rows of the embeddings (and of an untied head) that are trained and saved with the adapter; None = those
+    of the adapter at `adapter.path`, whatever they are.
     With `adapter.path` rank, alpha and targets are that adapter's. Values come later: `initialise`.
     """
     from peft import LoraConfig as PeftLoraConfig
@@ -110,7 +111,8 @@ def inject(
 
     if cfg.path is not None:
         config = read_adapter_config(cfg)
-        _check_token_rows(cfg, config, new_token_ids)
+        if new_token_ids is not None:
+            _check_token_rows(cfg, config, new_token_ids)
         note = f"as in {cfg.path}"
         of = len(_linears_in_layers(model))
     else:
