@@ -230,7 +230,7 @@ def test_a_pickle_in_place_of_any_file_is_refused_by_name_and_not_run(run_dir, n
     marker = tmp_path / "marker"
     path = run_dir / "checkpoints" / "step-20" / name
     path.write_bytes(pickle.dumps(Bomb(marker), protocol=protocol))
-    if protocol == 0:  # text: no sign of a pickle, but not the bytes that were written
+    if protocol == 0 and name != "complete.json":  # text: no sign of a pickle, but not the bytes that were written
         assert name in find_latest(run_dir).skipped[0]
     else:
         with pytest.raises(CheckpointError, match=name):

@@ -244,6 +244,15 @@ def test_what_cannot_be_trained_is_refused_by_name(tmp_path, values, message):
         find_model(_config(tmp_path / "m", **values))
 
 
+def test_a_vocabulary_of_the_config_that_the_weights_do_not_have_is_refused(tmp_path):
+    tiny_llama(tmp_path, vocab_size=128)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 200}))
+    cfg = ModelConfig(path=str(tmp_path))
+    with pytest.raises(ModelError, match=r"lm_head.weight has shape \[128, 64\] in the checkpoint, \[200, 64\]"):
+        build_meta(find_model(cfg), cfg, torch.float32, vocab_size=128)
+
+
 def test_a_path_that_is_not_there_is_told_from_a_hub_id(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ModelError, match="no such file or directory"):

@@ -90,9 +90,12 @@ def _open(path: Path, skipped: tuple[str, ...], *, hashes: bool = True) -> Check
     if not (path / MARK).exists():
         raise _Damaged(f"it has no {MARK}, so its save never ended")
     refuse_pickle(path / MARK)
+    data = (path / MARK).read_bytes()
     try:
-        mark = json.loads((path / MARK).read_bytes())
+        mark = json.loads(data)
     except ValueError:
+        if data.rstrip().endswith(b"."):  # how a pickle ends, also one that is text: put here, not left by a crash
+            raise CheckpointError(str(path / MARK), "is no JSON", wanted="the file as rft wrote it") from None
         raise _Damaged(f"{MARK} is no JSON") from None
     _check_mark(path, mark)
     _check_files(path, mark["files"], hashes=hashes)

@@ -31,7 +31,7 @@ class Recorder:
         """The last train line, also of an earlier process of the run."""
         self.mfu: float | None = None
         """Of all steps that were logged since this process started."""
-        self.memory_peak_bytes = max((line["memory_peak_bytes"] for line in before), default=0)
+        self.memory_peak_bytes = max((line.get("memory_peak_bytes", 0) for line in before), default=0)
         self._seconds = 0.0
 
     def __enter__(self) -> Recorder:
