@@ -88,8 +88,7 @@ def _say_answer(speaker: Speaker, messages: list[dict[str, Any]], sampling: Samp
 
 def _writer() -> Callable[[str], None]:
     def write(text: str) -> None:
-        log.stdout().write(text)
-        log.stdout().flush()
+        log.output(text)
 
     return write
 
@@ -119,8 +118,7 @@ def _talk(speaker: Speaker, messages: list[dict[str, Any]], sampling: Sampling) 
 
 def _turn(speaker: Speaker, messages: list[dict[str, Any]], typed: str, sampling: Sampling) -> list[dict[str, Any]]:
     asked = [*messages, {"role": "user", "content": typed}]
-    log.stdout().write("model> ")
-    log.stdout().flush()
+    log.output("model> ")
     try:
         text = _say_answer(speaker, asked, sampling)
     except KeyboardInterrupt:  # stop this answer, not the conversation
