@@ -122,9 +122,10 @@ def _complete_or_absent(out: Path, needed: int) -> Iterator[Path]:
     """A folder to write into that becomes `out` at the end. Raises RftError where `needed` bytes have no room, ConfigError where it may not be made."""
     work = out.with_name(f".{out.name}.saving")
     place = next(folder for folder in out.absolute().parents if folder.is_dir())
-    free = shutil.disk_usage(place).free
+    usage = shutil.disk_usage(place)
+    free = usage.free
     try:
-        if free < needed:
+        if usage.total and free < needed:  # /proc and its like have no size at all, and say something else below
             raise OSError(
                 errno.ENOSPC, f"the disk is full: {needed / 2**30:.2f} GiB are needed, {free / 2**30:.2f} GiB are free"
             )
