@@ -396,6 +396,6 @@ def test_folder_that_cannot_be_made_is_an_error(tmp_path, files):
     (tmp_path / "file").write_text("")
     write_rows(tmp_path / "a.jsonl", some_chats(3))
     data = config(tmp_path).model_copy(update={"store": str(tmp_path / "file" / "sets")})
-    with pytest.raises(RftError, match="cannot be written") as raised:
+    with pytest.raises(ConfigError, match=r"data\.store: .*sets cannot be a folder: .*file is a file") as raised:
         prepare(data, files)
-    assert "data.store" in raised.value.do
+    assert raised.value.exit_code == 2

@@ -273,3 +273,20 @@ FOREIGN_KEYS: dict[str, str] = {
     "attn_implementation": "model.attention",
 }
 """What other programs call our keys."""
+
+FOREIGN_TABLES: dict[str, str] = {
+    "lora": "adapter",
+    "peft": "adapter",
+    "qlora": "adapter",
+    "optimizer": "optim",
+    "trainer": "train",
+    "training_args": "train",
+    "logging": "log",
+    "wandb": "log",
+    "tracking": "log",
+    "dataset": "data",
+    "datasets": "data",
+    "checkpointing": "checkpoint",
+    "distributed": "parallel",
+}
+"""What other programs call our tables."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field
 
 from rft.config.table import Table
 
@@ -14,7 +14,7 @@ Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", 
 class SourceConfig(Table):
     """One data set."""
 
-    path: str = Field(min_length=1)
+    path: str
     """A JSONL file (.jsonl, .json, .gz, .zst), a plain .txt file (a document a line), a glob, or a directory of these."""
     format: Format = "auto"
     """What a row is. `auto` decides from the first rows and shows the evidence."""
@@ -33,8 +33,8 @@ class DataConfig(Table):
     """Data sets for the held-out loss."""
     eval_fraction: float = Field(0.0, ge=0, lt=1)
     """Share of the training rows that is held out, chosen by content hash (so it is stable when rows are added)."""
-    seq_len: PositiveInt | None = None
-    """Tokens in a pack. Default: what the model was trained for, at most 8192."""
+    seq_len: int | None = Field(None, ge=2)
+    """Tokens in a pack; at least 2, since the first of a pack has nothing before it that could predict it. Default: what the model was trained for, at most 8192."""
     packing: Literal["stream", "bfd", "none"] = "stream"
     """`stream` = best fit over open bins in the epoch's seeded order, unbiased; `bfd` = tightest, biased; `none` = a document a row."""
     overlong: Literal["split", "truncate", "drop", "error"] = "split"

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rft.errors import DataError, ModelError, RftError
+from rft.errors import DataError, ModelError, RftError, unusable_folder
 
 if TYPE_CHECKING:
     from rft._native import NativeError, Store
@@ -42,8 +42,10 @@ class SetFolder:
 
     def __init__(self, root: str | Path):
         self.root = Path(root).expanduser().absolute()
-        with self.explain():
+        try:
             self.root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise unusable_folder("data.store", self.root, error) from None
 
     def open(self, key: str) -> Store | None:
         """The set of this key if it is there and whole."""

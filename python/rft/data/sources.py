@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rft.config.data import SourceConfig
+from rft.config.explain import what_is_there
 from rft.errors import DataError
 
 _PACKED = ("", ".gz", ".zst")
@@ -66,6 +67,8 @@ def _files(path: str, where: str) -> list[Path]:
         if not found:
             raise DataError(where, f"{path} matches no file", wanted=_WANTED)
         return [_known(file, where) for file in found]
+    if there := what_is_there(plain):
+        raise DataError(where, f"{path} {there}", wanted=_WANTED)
     raise DataError(where, f"{path} does not exist", do=_did_you_mean(plain))
 
 
