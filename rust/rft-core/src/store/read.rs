@@ -240,6 +240,41 @@ impl Store {
         (mask[first] & low).count_ones() + middle + tail + (mask[last] & high).count_ones()
     }
 
+    /// The maximal runs of trained tokens inside a range that lies in one document, counted from the range's start.
+    pub fn trained_runs(&self, range: Range<usize>) -> impl Iterator<Item = Range<usize>> + '_ {
+        let mut next = range.start;
+        std::iter::from_fn(move || {
+            let start = self.next_bit(next, range.end, true);
+            if start == range.end {
+                return None;
+            }
+            next = self.next_bit(start, range.end, false);
+            Some(start - range.start..next - range.start)
+        })
+    }
+
+    /// The first token in `at..end` whose trained bit is `wanted`; `end` if none is.
+    fn next_bit(&self, mut at: usize, end: usize, wanted: bool) -> usize {
+        let mask = self.mask.get();
+        let flip = if wanted { 0 } else { u64::MAX };
+        while at < end {
+            let mut word = [0; 8];
+            let bytes = &mask[at / 8..mask.len().min(at / 8 + 8)];
+            word[..bytes.len()].copy_from_slice(bytes);
+            let rest = (u64::from_le_bytes(word) ^ flip) >> (at % 8);
+            if rest != 0 {
+                return (at + rest.trailing_zeros() as usize).min(end);
+            }
+            at += 64 - at % 8;
+        }
+        end
+    }
+
+    /// The weights of a range that lies in one document, little-endian; none where every token weighs 1.
+    pub fn weights(&self, range: Range<usize>) -> Option<&[[u8; 4]]> {
+        self.weights.as_ref().map(|weights| &weights.get().as_chunks::<4>().0[range])
+    }
+
     /// The weight of a token; 1 where the set has none.
     pub fn weight(&self, token: usize) -> f32 {
         match &self.weights {

@@ -105,6 +105,17 @@ proptest! {
             let own = if index % 2 == 1 { weight.unwrap_or(1.0) } else { 1.0 };
             prop_assert!(store.range(index).all(|token| store.weight(token) == own));
             prop_assert_eq!(store.origin(index).1, index as u64 + 1);
+            for start in [0, wanted.1.len() / 3] {
+                let range = store.range(index).start + start..store.range(index).end;
+                let mut bits = vec![false; range.len()];
+                let mut last = 0;
+                for run in store.trained_runs(range) {
+                    prop_assert!(run.start < run.end && (run.start > last || last == 0), "{run:?} after {last}");
+                    last = run.end;
+                    bits[run].fill(true);
+                }
+                prop_assert_eq!(&bits, &wanted.1[start..]);
+            }
         }
     }
 }
