@@ -65,20 +65,22 @@ impl Counts {
         self.read
     }
 
-    /// Counts a row that is kept.
-    pub fn keep(&mut self, tokens: &Tokens) {
-        let trained = tokens.trained.iter().filter(|bit| **bit).count() as u64;
+    /// Counts a row that is kept, by its documents.
+    pub fn keep(&mut self, documents: &[Tokens]) {
+        let Some(first) = documents.first() else { return };
         self.read += 1;
         self.kept += 1;
-        self.spelled += u64::from(tokens.spelled);
-        self.straddling += tokens.straddling;
-        let method = tokens.method.map_or("raw text", |method| method.name());
+        self.spelled += u64::from(first.spelled);
+        self.straddling += documents.iter().map(|tokens| tokens.straddling).sum::<u64>();
+        let method = first.method.map_or("raw text", |method| method.name());
         *self.methods.entry(method).or_default() += 1;
         if let Some(source) = self.sources.last_mut() {
             source.read += 1;
             source.kept += 1;
-            source.tokens += tokens.ids.len() as u64;
-            source.trained += trained;
+            for tokens in documents {
+                source.tokens += tokens.ids.len() as u64;
+                source.trained += tokens.trained.iter().filter(|bit| **bit).count() as u64;
+            }
         }
     }
 

@@ -4,7 +4,8 @@ use std::path::PathBuf;
 use std::sync::Mutex;
 
 use pyo3::prelude::*;
-use rft_core::prepare::{Observer, Renderer, prepare as core_prepare};
+use rft_core::prepare::{Observer, prepare as core_prepare};
+use rft_core::rows::Renderer;
 use rft_core::spec::Spec;
 use rft_core::template::Rendered;
 use rft_core::{Error, Kind, key};

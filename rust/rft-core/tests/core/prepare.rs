@@ -1,7 +1,8 @@
 use std::collections::HashSet;
 
 use proptest::prelude::*;
-use rft_core::prepare::{Observer, Renderer, prepare};
+use rft_core::prepare::{Observer, prepare};
+use rft_core::rows::Renderer;
 use rft_core::template::{Rendered, Template};
 use rft_core::{Error, Kind, key};
 use serde_json::{Value, json};
