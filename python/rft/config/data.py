@@ -22,6 +22,10 @@ class SourceConfig(Table):
     """Field names, ours = theirs: `prompt = "question"`, `completion = "answer"`, `messages = "chat"`."""
     roles: dict[str, Literal["system", "user", "assistant", "tool"]] = {}
     """Role names, theirs = ours: `asistant = "assistant"`."""
+    weight: float = Field(1.0, gt=0, le=1000)
+    """How often its rows are used in an epoch. Of a fraction, that share of the rows is chosen by `train.seed`."""
+    max_rows: PositiveInt | None = None
+    """Only the first rows of the data set, this many. The others are counted."""
 
 
 class DataConfig(Table):
@@ -45,6 +49,8 @@ class DataConfig(Table):
     """Chat template: `model` (the tokenizer's), a .jinja file, or a built-in name (`chatml`, `llama3`, `gemma`, `plain`)."""
     train_on: Literal["assistant", "last", "all"] | list[Literal["system", "user", "assistant", "tool"]] = "assistant"
     """Which turns carry a label: the assistant's, only the last of them, everything, or the roles named."""
+    dedup: bool = False
+    """Drop documents whose tokens, labels and weights equal those of one before."""
     control_tokens: Literal["text", "allow"] = "text"
     """`text`: control tokens spelled inside a row's own text stay ordinary text. `allow`: they become control tokens."""
     store: str | None = None

@@ -28,6 +28,8 @@ class SourceFile:
 
     path: Path
     config: SourceConfig
+    number: int = 0
+    """Of the data set in the config."""
     name: str = ""
     """How messages call it, where not by its path."""
 
@@ -39,6 +41,9 @@ class SourceFile:
             "format": self.config.format,
             "fields": dict(self.config.fields),
             "roles": dict(self.config.roles),
+            "set": self.number,
+            "weight": self.config.weight,
+            "max_rows": self.config.max_rows,
         }
 
 
@@ -50,7 +55,7 @@ def expand(sources: Iterable[SourceConfig], table: str) -> list[SourceFile]:
     files = []
     for number, source in enumerate(sources):
         where = f"{table}.{number}.path"
-        files += [SourceFile(path, source) for path in _files(source.path, where)]
+        files += [SourceFile(path, source, number) for path in _files(source.path, where)]
     return files
 
 
