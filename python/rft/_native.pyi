@@ -38,6 +38,9 @@ def store_key(spec: str) -> str:
 def key_inputs(spec: str) -> str:
     """What goes into the key, as JSON: one entry an input with its hash."""
 
+def archive_members(path: str) -> list[tuple[str, int]]:
+    """Name and unpacked size of every file in a zip or tar, in its order. Refuses names that leave it, links, devices."""
+
 class Template:
     """A compiled chat template (minijinja)."""
 

@@ -15,7 +15,7 @@ class SourceConfig(Table):
     """One data set."""
 
     path: str = Field(min_length=1)
-    """A JSONL file (.jsonl, .json, .gz, .zst), a plain .txt file (a document a line), a glob, or a directory of these."""
+    """A file of rows (JSONL, JSON, CSV, TSV, Parquet, Arrow, or a .txt with a document a line; also .gz, .zst, .zip, .tar), a glob, or a directory of these."""
     format: Format = "auto"
     """What a row is. `auto` decides from the first rows and shows the evidence."""
     fields: dict[str, str] = {}

@@ -19,6 +19,7 @@ pub mod pack;
 pub mod plan;
 pub mod prepare;
 pub mod pytext;
+pub mod readers;
 pub mod spec;
 pub mod store;
 pub mod stream;

@@ -15,8 +15,9 @@ use crate::counts::{Counts, Note};
 use crate::detect;
 use crate::error::{Error, Kind, Result};
 use crate::example::{Content, Format, Message, Parser, Reason, RowError};
-use crate::jsonl::{Block, Layout, Reader};
+use crate::jsonl::{Block, Layout};
 use crate::key;
+use crate::readers::{self, Reader};
 use crate::spec::{ControlPolicy, FormatChoice, OnError, RendererKind, Source, Spec};
 use crate::store::{Document, SourceRecord, Writer};
 use crate::template::{self, Rendered, Template, to_value};
@@ -80,10 +81,10 @@ pub fn prepare(spec: &Spec, out: &Path, renderer: Option<&dyn Renderer>, observe
     let tools = Tools::new(spec, renderer)?;
     let mut writer = Writer::new(out, spec.tokenizer.vocab_size)?;
     let mut counts = Counts::default();
-    let total = spec.sources.iter().map(|source| std::fs::metadata(&source.path).map_or(0, |m| m.len())).sum();
+    let total = spec.sources.iter().map(readers::size).sum();
     let (mut hashes, mut records, mut done) = (Vec::new(), Vec::new(), 0u64);
     for (index, source) in spec.sources.iter().enumerate() {
-        let mut reader = Reader::open(Path::new(&source.path), source.shown())?;
+        let mut reader = Reader::open(source)?;
         let mut first = reader.next_block(BLOCK_ROWS, BLOCK_BYTES)?;
         let (parser, evidence) = choose_parser(source, &reader, first.as_ref())?;
         tools.check_template(&parser, source, &evidence)?;
@@ -103,7 +104,7 @@ pub fn prepare(spec: &Spec, out: &Path, renderer: Option<&dyn Renderer>, observe
         let hash = key::hex(hash);
         key::check(source, &hash)?;
         done += bytes;
-        records.push(SourceRecord { path: source.path.clone(), bytes, xxh3: hash.clone() });
+        records.push(SourceRecord { path: source.place(), bytes, xxh3: hash.clone() });
         hashes.push(hash);
     }
     let key = key::of_inputs(&key::inputs(spec, &hashes));

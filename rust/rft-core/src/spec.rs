@@ -49,6 +49,9 @@ pub struct Spec {
 pub struct Source {
     /// Absolute path.
     pub path: String,
+    /// A file inside the archive that `path` is.
+    #[serde(default)]
+    pub member: Option<String>,
     /// How messages call it; the path if left out.
     #[serde(default)]
     pub name: Option<String>,
@@ -67,6 +70,19 @@ pub struct Source {
 }
 
 impl Source {
+    /// The name of the file itself, whose ending may say what it is.
+    pub fn file(&self) -> &str {
+        self.member.as_deref().unwrap_or(&self.path)
+    }
+
+    /// The path, and the member's below it.
+    pub fn place(&self) -> String {
+        match &self.member {
+            Some(member) => format!("{}/{member}", self.path),
+            None => self.path.clone(),
+        }
+    }
+
     /// The name to show.
     pub fn shown(&self) -> &str {
         self.name.as_deref().unwrap_or(&self.path)
