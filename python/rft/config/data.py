@@ -16,6 +16,8 @@ class SourceConfig(Table):
 
     path: str = Field(min_length=1)
     """A file of rows (JSONL, JSON, CSV, TSV, Parquet, Arrow, or a .txt with a document a line; also .gz, .zst, .zip, .tar), a glob, or a directory of these."""
+    rows: str | None = None
+    """`module:function` or `file.py:function`: called with the path of each file, gives its rows as dicts. Needs `data.allow_code`."""
     format: Format = "auto"
     """What a row is. `auto` decides from the first rows and shows the evidence."""
     fields: dict[str, str] = {}
@@ -47,5 +49,7 @@ class DataConfig(Table):
     """Which turns carry a label: the assistant's, only the last of them, everything, or the roles named."""
     control_tokens: Literal["text", "allow"] = "text"
     """`text`: control tokens spelled inside a row's own text stay ordinary text. `allow`: they become control tokens."""
+    allow_code: bool = False
+    """Whether `rows` of a data set may run code of yours."""
     store: str | None = None
     """Where prepared sets are kept. Default `$XDG_CACHE_HOME/rft/sets`."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rft.config.data import SourceConfig
+from rft.data.code import code_rows
 from rft.errors import DataError, RftError
 
 _PACKED = ("", ".gz", ".zst")
@@ -54,20 +55,38 @@ class SourceFile:
         }
 
 
-def expand(sources: Iterable[SourceConfig], table: str) -> list[SourceFile]:
+def expand(sources: Iterable[SourceConfig], table: str, cache: Path | None = None) -> list[SourceFile]:
     """Every file of every source, in the order of the config and then of their names.
 
-    table: "data.train" or "data.eval", for messages. Raises DataError for a path that gives no file.
+    table: "data.train" or "data.eval", for messages. cache: folder for what functions of the user make of files, None
+    where `data.allow_code` does not allow it. Raises DataError for a path that gives no file, and for what a function does.
     """
     files = []
     for number, source in enumerate(sources):
         where = f"{table}.{number}.path"
+        if source.rows:
+            files += _of_code(source, f"{table}.{number}", cache)
+            continue
         for path in _files(source.path, where):
             if path.name.lower().endswith(KINDS["archive"]):
                 members = _members(path, where)
                 files += [SourceFile(path, source, f"{path}/{member}", member) for member in members]
             else:
                 files.append(SourceFile(path, source))
+    return files
+
+
+def _of_code(source: SourceConfig, table: str, cache: Path | None) -> list[SourceFile]:
+    if cache is None:
+        raise DataError(f"{table}.rows", "runs code, which is off", do="set data.allow_code = true if you trust it")
+    if os.path.isdir(source.path):
+        do = f"give the files: {os.path.join(source.path, '*')}"
+        raise DataError(f"{table}.path", f"{source.path} is a folder, and rows takes files", do=do)
+    assert source.rows is not None
+    files = []
+    for path in _files(source.path, f"{table}.path"):
+        made = code_rows(source.rows, path, cache, f"{table}.rows", write_rows)
+        files.append(SourceFile(made, source, f"{source.rows}({path.name})"))
     return files
 
 
