@@ -42,6 +42,9 @@ def key_inputs(spec: str) -> str:
 def source_hashes(spec: str) -> list[str]:
     """xxh3-64 (hex) of each source's content; those that name it in `xxh3` are not read."""
 
+def archive_members(path: str) -> list[tuple[str, int]]:
+    """Name and unpacked size of every file in a zip or tar, in its order. Refuses names that leave it, links, devices."""
+
 class Template:
     """A compiled chat template (minijinja)."""
 

@@ -15,7 +15,9 @@ class SourceConfig(Table):
     """One data set."""
 
     path: str
-    """A JSONL file (.jsonl, .json, .gz, .zst), a plain .txt file (a document a line), a glob, or a directory of these."""
+    """A file of rows (JSONL, JSON, CSV, TSV, Parquet, Arrow, or a .txt with a document a line; also .gz, .zst, .zip, .tar), a glob, or a directory of these."""
+    rows: str | None = None
+    """`module:function` or `file.py:function`: called with the path of each file, gives its rows as dicts. Needs `data.allow_code`."""
     format: Format = "auto"
     """What a row is. `auto` decides from the first rows and shows the evidence."""
     fields: dict[str, str] = {}
@@ -53,5 +55,7 @@ class DataConfig(Table):
     """Drop documents whose tokens, labels and weights equal those of one before."""
     control_tokens: Literal["text", "allow"] = "text"
     """`text`: control tokens spelled inside a row's own text stay ordinary text. `allow`: they become control tokens."""
+    allow_code: bool = False
+    """Whether `rows` of a data set may run code of yours."""
     store: str | None = None
     """Where prepared sets are kept. Default `$XDG_CACHE_HOME/rft/sets`."""
