@@ -28,7 +28,7 @@ def why_not_fused(module: nn.Module) -> str | None:
     """Why this linear is left to PEFT (or to torch), or None. Says what is set up, not what is switched on at the moment."""
     peft: Any = module
     if not is_lora(module):
-        return None if type(module) is nn.Linear else f"{type(module).__name__} is no plain linear"
+        return None if quant.is_linear(module) else f"{type(module).__name__} is no plain linear"
     base = peft.get_base_layer()
     if not quant.is_linear(base):
         return f"its base is a {type(base).__name__}"
@@ -54,8 +54,10 @@ def read(module: nn.Module, *, inside: bool = False) -> FrozenLinear | None:
         return None
     peft: Any = module
     if not is_lora(module):
-        frozen = type(module) is nn.Linear and not module.weight.requires_grad and not _hooked(module)
-        return FrozenLinear(module.weight, module.bias) if frozen else None  # type: ignore[arg-type]
+        if not quant.is_linear(module) or _hooked(module):
+            return None
+        plain = quant.held(module)
+        return None if plain is None else FrozenLinear(plain, module.bias)  # type: ignore[arg-type]
     base = peft.get_base_layer()
     if (
         why_not_fused(module)

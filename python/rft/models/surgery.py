@@ -22,7 +22,9 @@ _ALLOWED_FORWARD = {torch.float32: 1e-5, torch.bfloat16: 5e-4}
 # Gradients may be rounded at other places than the original's
 _ALLOWED_GRADIENT = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
 # Where products are summed in another order: in bf16, error against the original in fp32 over the original's own error
-_ALLOWED_RATIO = 1.5
+ALLOWED_RATIO = 1.5
+RATIO = "times as wrong: "
+"""Begins the name of such a check in receipts."""
 
 
 @dataclass(frozen=True)
@@ -173,9 +175,9 @@ def _verify(module: nn.Module, matcher: Matcher, device: torch.device) -> _Verdi
                 break
             ratio = matcher.rounding == "no worse" and kind != torch.float32
             for part, error in errors.items():
-                checked[f"{label} {part}"] = error
+                checked[f"{RATIO if ratio else ''}{label} {part}"] = error
                 allowed = (_ALLOWED_FORWARD if part == "forward" else _ALLOWED_GRADIENT)[kind]
-                allowed = _ALLOWED_RATIO if ratio else allowed
+                allowed = ALLOWED_RATIO if ratio else allowed
                 if not error <= allowed and (error / allowed > worst or error != error):
                     how = f"is {error:.1f} times as wrong as the original" if ratio else f"differs by {error:.1e}"
                     worst, why = error / allowed, f"{label} {part} {how} (allowed {allowed:.1g})"

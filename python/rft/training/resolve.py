@@ -207,6 +207,9 @@ def _decide_parallel(deciding: _Deciding, config: Config, facts: Facts, machine:
     share = needed / machine.memory_bytes
     sizes = f"weights, gradients and optimizer states take {needed / 2**30:.1f} GiB, {share:.0%} of a rank's memory"
     fits = share < REPLICATE_SHARE
+    if config.model.base_weights == "fp8":
+        deciding.set("parallel.data", "replicate", f'model.base_weights = "fp8" is not sharded; {sizes}')
+        return
     deciding.set("parallel.data", "replicate" if fits else "shard", sizes)
 
 

@@ -123,6 +123,10 @@ def inspect_job(config: Config, world: World, *, kernels: bool | None = None) ->
     no_kernels = why_no_kernels(world.device) if kernels is None else None if kernels else "switched off by the caller"
     if no_kernels:
         receipts.decline("kernels", 0, no_kernels)
+    if config.model.base_weights == "fp8":
+        from rft.quant.fp8 import refuse_without_fp8
+
+        refuse_without_fp8(world.device, emulate=bool(kernels))
     head_trained = any(p.requires_grad for p in model.get_output_embeddings().parameters())
     itemsize = torch.empty((), dtype=compute_dtype).element_size()
     rows = auto_chunk_rows(
@@ -256,9 +260,22 @@ def build_trainee(job: Job) -> Trainee:
     materialise(model, job.source, world.device, root=trainee, local_part=local_part)
     if isinstance(config.adapter, LoraConfig):
         initialise(model, config.adapter, seed=config.train.seed, local_part=local_part)
+    if config.model.base_weights == "fp8":
+        quantise_to_fp8(job, layers)
     if job.mode == "replicate":
         apply_replicate(trainee, world)
     return trainee.train()
+
+
+def quantise_to_fp8(job: Job, layers: list[torch.nn.Module]) -> None:
+    """Frozen linears of the decoder layers in FP8, once their weights are there."""
+    from rft.quant.fp8 import quantise_base
+
+    done = quantise_base(layers)
+    how = "e4m3 by row, both layouts; LoRA on unquantised inputs"
+    job.receipts.apply("fp8 base", done.count, done.of, how, {"largest relative error of a weight": done.error})
+    for why, count in done.left.items():
+        job.receipts.decline("fp8 base", count, why)
 
 
 def build_head(job: Job) -> Head:
