@@ -45,6 +45,9 @@ def source_hashes(spec: str) -> list[str]:
 def data_command(arguments: list[str]) -> tuple[int, str, str]:
     """`rft-data` with these arguments: exit code, what goes to stdout, what goes to stderr."""
 
+def archive_members(path: str) -> list[tuple[str, int]]:
+    """Name and unpacked size of every file in a zip or tar, in its order. Refuses names that leave it, links, devices."""
+
 class Template:
     """A compiled chat template (minijinja)."""
 

@@ -38,7 +38,7 @@ def command(
     data = PreparedData(checked)
     report = report_with_plan(data.prepared.report, data.loader(), data.eval_loader())
     if as_json:
-        log.stdout().write(json.dumps(report, ensure_ascii=False, indent=2) + "\n")
+        log.output(json.dumps(report, ensure_ascii=False, indent=2) + "\n")
         return
     for sentence in describe(report):
         log.say("data", sentence)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rft.errors import ConfigError, DataError, ModelError, RftError
+from rft.errors import DataError, ModelError, RftError, unusable_folder
 
 if TYPE_CHECKING:
     from rft._native import NativeError, Store
@@ -46,13 +46,9 @@ class SetFolder:
     def __init__(self, root: str | Path):
         self.root = Path(root).expanduser().absolute()
         try:
-            with self.explain():
-                self.root.mkdir(parents=True, exist_ok=True)
-        except RftError:
-            file = next((path for path in (self.root, *self.root.parents) if path.is_file()), None)
-            if file is None:
-                raise
-            raise ConfigError("data.store", f"{file} is a file", wanted="a folder, or a path for one") from None
+            self.root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise unusable_folder("data.store", self.root, error) from None
 
     def open(self, key: str) -> Store | None:
         """The set of this key if it is there and whole."""

@@ -80,7 +80,7 @@ def prepare(
         if fraction:
             held, eval_report = job.run("eval", files, {"fraction": fraction, "part": "eval"})
         elif data.eval:
-            held, eval_report = job.run("eval", expand(data.eval, "data.eval"), None)
+            held, eval_report = job.run("eval", expand(data.eval, "data.eval", _code_cache(data, folder)), None)
     shown = None
     if template is not None:
         shown = {"name": template.name, "generation_tags": template.tagged}
@@ -205,7 +205,7 @@ def _train_files(
 ) -> Iterator[list[SourceFile]]:
     """The files of [[data.train]]; rows from Python lie in one for as long as this lasts."""
     if rows is None:
-        yield expand(data.train, "data.train")
+        yield expand(data.train, "data.train", _code_cache(data, folder))
         return
     if len(data.train) != 1:
         raise ConfigError("data.train", f"rows stand in for one data set, the config names {len(data.train)}")
@@ -216,6 +216,10 @@ def _train_files(
         if write_rows(rows, path) == 0:
             raise DataError("rows", "there are none")
         yield [SourceFile(path, data.train[0], name="rows")]
+
+
+def _code_cache(data: DataConfig, folder: SetFolder) -> Path | None:
+    return folder.root / "rows" if data.allow_code else None
 
 
 def _nothing(done: int, total: int, rows: int) -> None:

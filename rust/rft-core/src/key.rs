@@ -1,12 +1,10 @@
 //! The content key of a prepared set: everything that decides what is written, and nothing else.
 
-use std::path::Path;
-
 use serde_json::{Value, json};
 use xxhash_rust::xxh3::{xxh3_64, xxh3_128};
 
 use crate::error::{Error, Kind, Result};
-use crate::jsonl;
+use crate::readers;
 use crate::spec::{FORMAT_VERSION, Source, Spec};
 
 /// Version of the code that turns rows into tokens: raised when the same input gives other tokens or masks.
@@ -21,7 +19,7 @@ pub fn hex(hash: u64) -> String {
 fn source_hash(source: &Source) -> Result<String> {
     match &source.xxh3 {
         Some(hash) => Ok(hash.clone()),
-        None => jsonl::hash_file(Path::new(&source.path)).map(|(hash, _)| hex(hash)),
+        None => readers::hash(source).map(|(hash, _)| hex(hash)),
     }
 }
 
@@ -34,7 +32,7 @@ pub fn inputs(spec: &Spec, hashes: &[String]) -> Value {
         .map(|(source, hash)| {
             json!({
                 "content": hash,
-                "text_lines": jsonl::is_text_name(Path::new(&source.path)),
+                "read_as": readers::read_as(source),
                 "format": source.format,
                 "fields": source.fields,
                 "roles": source.roles,

@@ -20,6 +20,7 @@ pub mod pipeline;
 pub mod plan;
 pub mod prepare;
 pub mod pytext;
+pub mod readers;
 pub mod rows;
 mod seen;
 pub mod spec;

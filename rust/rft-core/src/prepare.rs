@@ -14,9 +14,10 @@ use crate::counts::{Counts, Note};
 use crate::detect;
 use crate::error::{Error, Kind, Result};
 use crate::example::{Format, Parser, Reason, RowError};
-use crate::jsonl::{self, Block, Layout, Reader};
+use crate::jsonl::{Block, Layout};
 use crate::key;
 use crate::pipeline;
+use crate::readers::{self, Reader};
 use crate::rows::{Outcome, Renderer, Rows, Scratch};
 use crate::seen::Seen;
 use crate::spec::{FormatChoice, OnError, Part, Source, Spec};
@@ -61,7 +62,7 @@ pub fn prepare(
         0 => std::thread::available_parallelism().map_or(1, usize::from),
         n => n,
     };
-    let total = spec.sources.iter().map(|source| std::fs::metadata(&source.path).map_or(0, |m| m.len())).sum();
+    let total = spec.sources.iter().map(readers::size).sum();
     let hashes = key::hashes(spec)?;
     let inputs = key::inputs(spec, &hashes);
     let (major, minor, patch) = char::UNICODE_VERSION;
@@ -421,10 +422,10 @@ impl<'a> Input<'a> {
         self.index += 1;
         if index + 1 < self.done.len() {
             *self.set_rows.entry(source.set).or_default() += self.done[index];
-            let (hash, bytes) = jsonl::hash_file(Path::new(&source.path))?;
+            let (hash, bytes) = readers::hash(source)?;
             return self.end(index, &key::hex(hash), bytes);
         }
-        let mut reader = Reader::open(Path::new(&source.path), source.shown())?;
+        let mut reader = Reader::open(source)?;
         let first = reader.next_block(BLOCK_ROWS, BLOCK_BYTES)?;
         let (parser, evidence) = choose_parser(source, &reader, first.as_ref())?;
         self.rows.check_template(&parser, source, &evidence)?;
@@ -443,7 +444,7 @@ impl<'a> Input<'a> {
         let source = &self.spec.sources[index];
         key::check(source, &self.hashes[index], found)?;
         self.bytes_before += bytes;
-        self.records.push(SourceRecord { path: source.path.clone(), bytes, xxh3: found.into() });
+        self.records.push(SourceRecord { path: source.place(), bytes, xxh3: found.into() });
         Ok(())
     }
 }

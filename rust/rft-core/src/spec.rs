@@ -73,6 +73,9 @@ fn default_weight() -> f64 {
 pub struct Source {
     /// Absolute path.
     pub path: String,
+    /// A file inside the archive that `path` is.
+    #[serde(default)]
+    pub member: Option<String>,
     /// How messages call it; the path if left out.
     #[serde(default)]
     pub name: Option<String>,
@@ -112,6 +115,19 @@ impl Source {
         place[..4].copy_from_slice(&self.set.to_le_bytes());
         place[4..].copy_from_slice(&row.to_le_bytes());
         whole as u32 + u32::from(is_in_share(xxh3_64_with_seed(&place, seed), fraction))
+    }
+
+    /// The name of the file itself, whose ending may say what it is.
+    pub fn file(&self) -> &str {
+        self.member.as_deref().unwrap_or(&self.path)
+    }
+
+    /// The path, and the member's below it.
+    pub fn place(&self) -> String {
+        match &self.member {
+            Some(member) => format!("{}/{member}", self.path),
+            None => self.path.clone(),
+        }
     }
 
     /// The name to show.

@@ -4,6 +4,7 @@ mod data;
 mod error;
 mod plan;
 mod prepare;
+mod readers;
 mod store;
 mod stream;
 mod template;
@@ -20,6 +21,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(prepare::key_inputs, module)?)?;
     module.add_function(wrap_pyfunction!(prepare::source_hashes, module)?)?;
     module.add_function(wrap_pyfunction!(data::data_command, module)?)?;
+    module.add_function(wrap_pyfunction!(readers::archive_members, module)?)?;
     module.add_class::<template::Template>()?;
     module.add_class::<tokenizer::Tokenizer>()?;
     module.add_class::<store::Store>()?;
