@@ -1,8 +1,9 @@
 //! A prepared set as Parquet or Arrow: a row a document, as Hugging Face `datasets` and its trainers take it.
 
 use std::fs::{self, File};
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use arrow_array::{ArrayRef, Float32Array, Int32Array, Int64Array, ListArray, RecordBatch, StringArray};
 use arrow_buffer::OffsetBuffer;
@@ -36,9 +37,28 @@ pub struct Exported {
     pub tokens: u64,
 }
 
+/// A file that remembers what went wrong with it: the writers of both formats hand on a text.
+struct Watched {
+    file: File,
+    failed: Arc<Mutex<Option<io::Error>>>,
+}
+
+impl Write for Watched {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.file.write(bytes).inspect_err(|error| {
+            let mut failed = self.failed.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+            *failed = Some(io::Error::new(error.kind(), error.to_string()));
+        })
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.file.flush()
+    }
+}
+
 enum Output {
-    Arrow(FileWriter<File>),
-    Parquet(Box<ArrowWriter<File>>),
+    Arrow(FileWriter<Watched>),
+    Parquet(Box<ArrowWriter<Watched>>),
 }
 
 impl Output {
@@ -49,7 +69,7 @@ impl Output {
         }
     }
 
-    fn finish(self) -> std::result::Result<File, String> {
+    fn finish(self) -> std::result::Result<Watched, String> {
         match self {
             Output::Arrow(mut writer) => {
                 writer.finish().map_err(|e| e.to_string())?;
@@ -96,7 +116,9 @@ pub fn export(set: &Path, to: &Path, force: bool, poll: Poll) -> Result<Exported
 
 fn write(store: &Store, path: &Path, parquet: bool, poll: Poll) -> Result<()> {
     let schema = schema(store.has_weights());
+    let failure = Arc::new(Mutex::new(None));
     let file = File::create(path).map_err(|e| Error::io(path, "writing", &e))?;
+    let file = Watched { file, failed: failure.clone() };
     let made = if parquet {
         let properties = WriterProperties::builder()
             .set_compression(Compression::ZSTD(ZstdLevel::default()))
@@ -109,12 +131,14 @@ fn write(store: &Store, path: &Path, parquet: bool, poll: Poll) -> Result<()> {
     } else {
         FileWriter::try_new(file, &schema).map(Output::Arrow).map_err(|e| e.to_string())
     };
-    // Their errors are texts: whether the disk is full is asked of the disk.
-    let failed = |problem: String| match problem.contains("os error 28") || problem.contains("No space left") {
-        true => Error::io(path, "writing", &std::io::Error::from(std::io::ErrorKind::StorageFull)),
-        false => Error::new(Kind::Io, path.display().to_string(), problem),
+    let failed = |problem: String| {
+        let failure = failure.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        match failure.as_ref() {
+            Some(error) => Error::io(path, "writing", error),
+            None => Error::new(Kind::Io, path.display().to_string(), problem),
+        }
     };
-    let mut output = made.map_err(failed)?;
+    let mut output = made.map_err(&failed)?;
     let mut first = 0;
     while first < store.num_documents() {
         poll()?;
@@ -124,11 +148,11 @@ fn write(store: &Store, path: &Path, parquet: bool, poll: Poll) -> Result<()> {
             end += 1;
         }
         let batch = batch(store, first..end, &schema).map_err(|e| failed(e.to_string()))?;
-        output.write(&batch).map_err(failed)?;
+        output.write(&batch).map_err(&failed)?;
         first = end;
     }
-    let file = output.finish().map_err(failed)?;
-    file.sync_all().map_err(|e| Error::io(path, "writing", &e))
+    let file = output.finish().map_err(&failed)?;
+    file.file.sync_all().map_err(|e| Error::io(path, "writing", &e))
 }
 
 fn list_of(kind: DataType) -> DataType {
