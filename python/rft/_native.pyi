@@ -42,6 +42,9 @@ def key_inputs(spec: str) -> str:
 def source_hashes(spec: str) -> list[str]:
     """xxh3-64 (hex) of each source's content; those that name it in `xxh3` are not read."""
 
+def data_command(arguments: list[str]) -> tuple[int, str, str]:
+    """`rft-data` with these arguments: exit code, what goes to stdout, what goes to stderr."""
+
 def archive_members(path: str) -> list[tuple[str, int]]:
     """Name and unpacked size of every file in a zip or tar, in its order. Refuses names that leave it, links, devices."""
 

@@ -26,7 +26,7 @@ class SourceConfig(Table):
     """Role names, theirs = ours: `asistant = "assistant"`."""
     weight: float = Field(1.0, gt=0, le=1000)
     """How often its rows are used in an epoch. Of a fraction, that share of the rows is chosen by `train.seed`."""
-    max_rows: PositiveInt | None = None
+    max_rows: int | None = Field(None, ge=1)
     """Only the first rows of the data set, this many. The others are counted."""
 
 

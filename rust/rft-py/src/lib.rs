@@ -1,5 +1,6 @@
 //! The extension `rft._native`: convert, release the GIL, map errors.
 
+mod data;
 mod error;
 mod plan;
 mod prepare;
@@ -19,6 +20,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(prepare::store_key, module)?)?;
     module.add_function(wrap_pyfunction!(prepare::key_inputs, module)?)?;
     module.add_function(wrap_pyfunction!(prepare::source_hashes, module)?)?;
+    module.add_function(wrap_pyfunction!(data::data_command, module)?)?;
     module.add_function(wrap_pyfunction!(readers::archive_members, module)?)?;
     module.add_class::<template::Template>()?;
     module.add_class::<tokenizer::Tokenizer>()?;
