@@ -38,6 +38,14 @@ def store_key(spec: str) -> str:
 def key_inputs(spec: str) -> str:
     """What goes into the key, as JSON: one entry an input with its hash."""
 
+def pack(
+    lengths: NDArray[np.uint32], capacity: int, packing: str, seed: int = 0, epoch: int = 0, shuffle: bool = True
+) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+    """Items (bin after bin) and where each bin starts (and the end), as `Plan` packs a set of these lengths."""
+
+def deal(costs: NDArray[np.uint64], ranks: int, each: int) -> list[list[int | None]]:
+    """For each rank its `each` packs of a step, dearest first, so that the ranks' sums are even; None = filler."""
+
 class Template:
     """A compiled chat template (minijinja)."""
 
@@ -135,6 +143,7 @@ class Stream:
         start_step: int,
         pad_id: int,
         capacity: int,
+        balance: bool = True,
     ) -> None: ...
     @property
     def num_steps(self) -> int: ...

@@ -26,8 +26,9 @@ _PLANS_KEPT = 2
 class Loader:
     """Micro-batches of one rank, step by step.
 
-    Step k of an epoch holds packs [k P, (k + 1) P) of the plan, P = packs_per_step; rank r gets every world_size-th of
-    them. Ranks run equally many micro-batches: missing packs are fillers of weight zero, and the last step is short.
+    Step k of an epoch holds packs [k P, (k + 1) P) of the plan, P = packs_per_step, dealt to the ranks so that their
+    attention costs are even. Ranks run equally many micro-batches: missing packs are fillers of weight zero, and the last
+    step is short.
     """
 
     def __init__(
@@ -44,17 +45,18 @@ class Loader:
         micro_batch: int = 1,
         device: torch.device | str = "cpu",
         shuffle: bool = True,
+        balance: bool = True,
         name: str = "train",
     ):
-        """seq_len: tokens of a pack. packing: stream, bfd or none. overlong: split, truncate, drop or error.
+        """seq_len: tokens of a pack. packing: stream, bfd, even, sequential or none. overlong: split, truncate, drop or error.
 
-        micro_batch: packs of a `Batch`. name: for messages.
+        micro_batch: packs of a `Batch`. balance: the packs of a step are dealt to the ranks by their cost. name: for messages.
         """
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} of {world_size}")
         self.store, self.seq_len, self.packing, self.overlong = store, seq_len, packing, overlong
         self.seed, self.pad_id, self.shuffle, self.name = seed, pad_id, shuffle, name
-        self.rank, self.world_size, self.micro_batch = rank, world_size, micro_batch
+        self.rank, self.world_size, self.micro_batch, self.balance = rank, world_size, micro_batch, balance
         self.device = torch.device(device)
         self._plans: dict[int, Plan] = {}
         self._streams: set[Any] = set()
@@ -107,6 +109,7 @@ class Loader:
             start_step=start_step,
             pad_id=self.pad_id,
             capacity=capacity,
+            balance=self.balance,
         )
         self._streams.add(stream)
         owner = os.getpid()

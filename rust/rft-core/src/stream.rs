@@ -1,13 +1,14 @@
 //! This rank's micro-batches, filled ahead by one thread into buffers of the caller.
 //!
-//! Step k of an epoch takes packs `[k * P, (k + 1) * P)` of the plan; within it rank r gets every world-th pack from r
-//! on. Missing packs are fillers, so that every rank has the same number of micro-batches.
+//! Step k of an epoch takes packs `[k * P, (k + 1) * P)` of the plan, dealt to the ranks so that their costs are even.
+//! Missing packs are fillers, so that every rank has the same number of micro-batches.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 
+use crate::balance::deal;
 use crate::batch::{self, Buffers, Filled};
 use crate::error::{Error, Kind, Result};
 use crate::plan::Plan;
@@ -23,6 +24,8 @@ pub struct Share {
     pub micro_batch: usize,
     /// Packs of a step, over all ranks.
     pub packs_per_step: usize,
+    /// Whether packs are dealt by cost; else rank r gets every world-th from r on.
+    pub balance: bool,
 }
 
 impl Share {
@@ -55,15 +58,21 @@ impl Share {
         left.div_ceil(self.micro_batch * self.world_size)
     }
 
-    /// Packs of this rank's micro-batch; `None` = filler.
-    pub fn packs(&self, step: usize, micro: usize, num_packs: usize) -> Vec<Option<usize>> {
-        let end = num_packs.min((step + 1) * self.packs_per_step);
-        let pack = |slot: usize| {
-            let index = (micro * self.micro_batch + slot) * self.world_size + self.rank;
-            let pack = step * self.packs_per_step + index;
-            (pack < end).then_some(pack)
-        };
-        (0..self.micro_batch).map(pack).collect()
+    /// This rank's packs of a step, micro-batch after micro-batch; `None` = filler. A function of the step alone.
+    pub fn packs(&self, plan: &Plan, step: usize) -> Vec<Option<usize>> {
+        let start = step * self.packs_per_step;
+        let end = plan.num_packs().min(start + self.packs_per_step);
+        let each = self.micro_batches(step, plan.num_packs()) * self.micro_batch;
+        if self.balance && self.world_size > 1 {
+            let costs: Vec<u64> = (start..end).map(|pack| plan.cost(pack)).collect();
+            let dealt = deal(&costs, self.world_size, each);
+            return dealt[self.rank * each..(self.rank + 1) * each]
+                .iter()
+                .map(|pack| pack.map(|pack| start + pack))
+                .collect();
+        }
+        let pack = |slot: usize| start + slot * self.world_size + self.rank;
+        (0..each).map(|slot| (pack(slot) < end).then_some(pack(slot))).collect()
     }
 }
 
@@ -250,13 +259,12 @@ struct Filler {
 
 impl Filler {
     fn run(&self, start_step: usize) {
-        let num_packs = self.plan.num_packs();
         for step in start_step..self.num_steps {
-            let count = self.share.micro_batches(step, num_packs);
-            for micro in 0..count {
+            let packs = self.share.packs(&self.plan, step);
+            let count = packs.len() / self.share.micro_batch;
+            for (micro, packs) in packs.chunks(self.share.micro_batch).enumerate() {
                 let Some(slot) = self.next_slot() else { return };
-                let packs = self.share.packs(step, micro, num_packs);
-                let result = catch_unwind(AssertUnwindSafe(|| self.fill(&packs, slot))).unwrap_or_else(|panic| {
+                let result = catch_unwind(AssertUnwindSafe(|| self.fill(packs, slot))).unwrap_or_else(|panic| {
                     Err(Error::new(Kind::Store, "stream", format!("the thread failed: {}", told(&panic))))
                 });
                 let mut state = self.shared.lock();

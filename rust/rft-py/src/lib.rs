@@ -1,6 +1,7 @@
 //! The extension `rft._native`: convert, release the GIL, map errors.
 
 mod error;
+mod pack;
 mod plan;
 mod prepare;
 mod store;
@@ -17,6 +18,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(prepare::prepare, module)?)?;
     module.add_function(wrap_pyfunction!(prepare::store_key, module)?)?;
     module.add_function(wrap_pyfunction!(prepare::key_inputs, module)?)?;
+    module.add_function(wrap_pyfunction!(pack::pack, module)?)?;
+    module.add_function(wrap_pyfunction!(pack::deal, module)?)?;
     module.add_class::<template::Template>()?;
     module.add_class::<tokenizer::Tokenizer>()?;
     module.add_class::<store::Store>()?;

@@ -13,7 +13,7 @@ pub struct Stream(stream::Stream);
 #[pymethods]
 impl Stream {
     #[new]
-    #[pyo3(signature = (plan, *, rank, world_size, micro_batch, packs_per_step, start_step, pad_id, capacity))]
+    #[pyo3(signature = (plan, *, rank, world_size, micro_batch, packs_per_step, start_step, pad_id, capacity, balance=true))]
     #[allow(clippy::too_many_arguments)]
     fn new(
         plan: &Plan,
@@ -24,8 +24,9 @@ impl Stream {
         start_step: usize,
         pad_id: i64,
         capacity: usize,
+        balance: bool,
     ) -> PyResult<Self> {
-        let share = Share { rank, world_size, micro_batch, packs_per_step };
+        let share = Share { rank, world_size, micro_batch, packs_per_step, balance };
         stream::Stream::new(plan.0.clone(), share, start_step, pad_id, capacity).map(Stream).map_err(to_py)
     }
 

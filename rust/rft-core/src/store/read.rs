@@ -222,6 +222,16 @@ impl Store {
         self.mask.get()[token / 8] >> (token % 8) & 1 == 1
     }
 
+    /// The trained bits of the 64 tokens from one on, its own lowest; 0 behind the end of the set.
+    pub fn trained_bits(&self, token: usize) -> u64 {
+        let (mask, shift) = (self.mask.get(), token % 8);
+        let mut bytes = [0; 16];
+        let from = mask.get(token / 8..).unwrap_or_default();
+        let count = from.len().min(9);
+        bytes[..count].copy_from_slice(&from[..count]);
+        (u128::from_le_bytes(bytes) >> shift) as u64
+    }
+
     /// Number of trained bits in a range of tokens.
     pub fn count_trained(&self, range: Range<usize>) -> u32 {
         let (mask, Range { start, end }) = (self.mask.get(), range);
