@@ -96,45 +96,36 @@ fn write_piece(plan: &Plan, piece: Piece, at: usize, buffers: &mut Buffers, fill
     store.ids(range.clone()).copy_to(ids);
     count_up(&mut buffers.positions[at..at + length]);
     let labels = &mut buffers.labels[at..at + length];
-    let labelled = write_labels(ids, labels, |token| store.trained_bits(range.start + token));
+    let targets = range.start + 1..range.end.max(range.start + 1);
+    let labelled = write_labels(ids, labels, store.trained_runs(targets.clone()));
     filled.num_label_tokens += labelled;
     filled.lengths.push(piece.length);
-    let weigh = |label: i64, index: usize| if label == NO_LABEL { 0.0 } else { store.weight(range.start + index + 1) };
-    match (&mut buffers.weights, store.has_weights()) {
-        (None, false) => filled.label_weight += labelled as f64,
-        (None, true) => {
-            let labels = labels.iter().enumerate();
-            filled.label_weight += labels.map(|(index, label)| f64::from(weigh(*label, index))).sum::<f64>();
-        }
-        (Some(weights), _) => {
-            for (index, to) in weights[at..at + length].iter_mut().enumerate() {
-                *to = weigh(labels[index], index);
+    let factors = store.weights(targets);
+    let factor = |index: usize| factors.map_or(1.0, |factors| f32::from_le_bytes(factors[index]));
+    let weigh = |(index, label): (usize, &i64)| if *label == NO_LABEL { 0.0 } else { factor(index) };
+    match &mut buffers.weights {
+        None if factors.is_none() => filled.label_weight += labelled as f64,
+        None => filled.label_weight += labels.iter().enumerate().map(weigh).map(f64::from).sum::<f64>(),
+        Some(weights) => {
+            for (to, label) in weights[at..at + length].iter_mut().zip(labels.iter().enumerate()) {
+                *to = weigh(label);
                 filled.label_weight += f64::from(*to);
             }
         }
     }
 }
 
-/// The id of the next token where it is trained on, 64 at a time: masks are long runs. `bits(n)`: trained bits of the tokens
-/// from n on, the first in the lowest bit. Returns the number of labels.
-fn write_labels(ids: &[i64], labels: &mut [i64], bits: impl Fn(usize) -> u64) -> u64 {
-    let Some((last, labels)) = labels.split_last_mut() else { return 0 };
-    *last = NO_LABEL;
-    let mut count = 0;
-    for (block, (labels, targets)) in labels.chunks_mut(64).zip(ids[1..].chunks(64)).enumerate() {
-        let all = !0u64 >> (64 - labels.len());
-        let trained = bits(block * 64 + 1) & all;
-        count += u64::from(trained.count_ones());
-        if trained == all {
-            labels.copy_from_slice(targets);
-        } else if trained == 0 {
-            labels.fill(NO_LABEL);
-        } else {
-            for (at, (label, target)) in labels.iter_mut().zip(targets).enumerate() {
-                *label = if trained >> at & 1 == 1 { *target } else { NO_LABEL };
-            }
-        }
+/// The id of the next token where it is trained on. `runs`: trained tokens, counted from the second on. Returns the number
+/// of labels.
+fn write_labels(ids: &[i64], labels: &mut [i64], runs: impl Iterator<Item = std::ops::Range<usize>>) -> u64 {
+    let (mut at, mut count) = (0, 0);
+    for run in runs {
+        labels[at..run.start].fill(NO_LABEL);
+        labels[run.clone()].copy_from_slice(&ids[run.start + 1..run.end + 1]);
+        count += run.len() as u64;
+        at = run.end;
     }
+    labels[at..].fill(NO_LABEL);
     count
 }
 

@@ -1,12 +1,14 @@
 //! This rank's micro-batches, filled ahead by one thread into buffers of the caller.
 //!
-//! Step k of an epoch takes packs `[k * P, (k + 1) * P)` of the plan, dealt to the ranks so that their costs are even.
+//! Step k of an epoch takes packs `[k * P, (k + 1) * P)` of the plan (behind `first_pack`), dealt to the ranks so that their
+//! costs are even.
 //! Missing packs are fillers, so that every rank has the same number of micro-batches.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use crate::balance::deal;
 use crate::batch::{self, Buffers, Filled};
@@ -24,6 +26,8 @@ pub struct Share {
     pub micro_batch: usize,
     /// Packs of a step, over all ranks.
     pub packs_per_step: usize,
+    /// Where step 0 begins: behind what was read before the number of packs a step changed; else 0.
+    pub first_pack: usize,
     /// Whether packs are dealt by cost; else rank r gets every world-th from r on.
     pub balance: bool,
 }
@@ -49,18 +53,18 @@ impl Share {
 
     /// Steps of an epoch of `num_packs`.
     pub fn num_steps(&self, num_packs: usize) -> usize {
-        num_packs.div_ceil(self.packs_per_step)
+        num_packs.saturating_sub(self.first_pack).div_ceil(self.packs_per_step)
     }
 
     /// Micro-batches of a step on every rank.
     pub fn micro_batches(&self, step: usize, num_packs: usize) -> usize {
-        let left = num_packs.saturating_sub(step * self.packs_per_step).min(self.packs_per_step);
+        let left = num_packs.saturating_sub(self.first_pack + step * self.packs_per_step).min(self.packs_per_step);
         left.div_ceil(self.micro_batch * self.world_size)
     }
 
     /// This rank's packs of a step, micro-batch after micro-batch; `None` = filler. A function of the step alone.
     pub fn packs(&self, plan: &Plan, step: usize) -> Vec<Option<usize>> {
-        let start = step * self.packs_per_step;
+        let start = self.first_pack + step * self.packs_per_step;
         let end = plan.num_packs().min(start + self.packs_per_step);
         let each = self.micro_batches(step, plan.num_packs()) * self.micro_batch;
         if self.balance && self.world_size > 1 {
@@ -209,6 +213,26 @@ impl Stream {
             }
             state = self.shared.to_take.wait(state).unwrap_or_else(|poisoned| poisoned.into_inner());
         }
+    }
+
+    /// Whether [`Stream::take`] would return at once; waits for that, but no longer than `at_most`: who waits for a slow disk
+    /// can look for signals in between.
+    pub fn wait(&self, at_most: Duration) -> bool {
+        if self.process != std::process::id() {
+            return true; // `take` says what is wrong
+        }
+        let state = self.shared.lock();
+        let blocked = |state: &mut State| {
+            state.ready.is_empty()
+                && !(state.finished || state.closed || state.failed.is_some())
+                && (state.filling || !state.submitted.is_empty())
+        };
+        let (_state, waited) = self
+            .shared
+            .to_take
+            .wait_timeout_while(state, at_most, blocked)
+            .unwrap_or_else(|poisoned| poisoned.into_inner());
+        !waited.timed_out()
     }
 
     /// Stops the thread and waits for it; afterwards no buffer is written to. Twice is fine.

@@ -4,6 +4,7 @@ mod error;
 mod pack;
 mod plan;
 mod prepare;
+mod readers;
 mod store;
 mod stream;
 mod template;
@@ -18,6 +19,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(prepare::prepare, module)?)?;
     module.add_function(wrap_pyfunction!(prepare::store_key, module)?)?;
     module.add_function(wrap_pyfunction!(prepare::key_inputs, module)?)?;
+    module.add_function(wrap_pyfunction!(prepare::source_hashes, module)?)?;
+    module.add_function(wrap_pyfunction!(readers::archive_members, module)?)?;
     module.add_function(wrap_pyfunction!(pack::pack, module)?)?;
     module.add_function(wrap_pyfunction!(pack::deal, module)?)?;
     module.add_class::<template::Template>()?;
