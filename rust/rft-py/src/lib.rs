@@ -2,6 +2,7 @@
 
 mod data;
 mod error;
+mod pack;
 mod plan;
 mod prepare;
 mod readers;
@@ -22,6 +23,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(prepare::source_hashes, module)?)?;
     module.add_function(wrap_pyfunction!(data::data_command, module)?)?;
     module.add_function(wrap_pyfunction!(readers::archive_members, module)?)?;
+    module.add_function(wrap_pyfunction!(pack::pack, module)?)?;
+    module.add_function(wrap_pyfunction!(pack::deal, module)?)?;
     module.add_class::<template::Template>()?;
     module.add_class::<tokenizer::Tokenizer>()?;
     module.add_class::<store::Store>()?;
