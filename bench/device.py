@@ -71,6 +71,32 @@ PARTS: tuple[Part, ...] = (
 for the value of --name; without one the part is left out."""
 
 
+ALONE = {"tests/kernels"}
+"""Folders whose tests import the kernels and nothing else of rft: no conftest above them is read."""
+
+
+def install(wheels: Path) -> Path | None:
+    """The wheels of a folder in a folder of their own, for PYTHONPATH."""
+    files = sorted(str(f) for f in wheels.glob("*.whl"))
+    if not files:
+        return None
+    target = Path(tempfile.mkdtemp(prefix="site-"))
+    options = [
+        "--quiet",
+        "--no-index",
+        "--no-deps",
+        "--no-compile",
+        "--no-cache-dir",
+        "--upgrade",
+        "--target",
+        str(target),
+    ]
+    for file in files:  # one that does not fit this machine does not keep out the others
+        if subprocess.run([sys.executable, "-m", "pip", "install", *options, file], check=False).returncode:
+            print(f"not installed: {file}", flush=True)
+    return target
+
+
 class Runner:
     """Runs parts one after another within the limits and keeps their output."""
 

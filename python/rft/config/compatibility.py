@@ -99,6 +99,14 @@ RULES: tuple[Rule, ...] = (
         {"data": {"eval_fraction": 0.1, "eval": [{"path": "rows.jsonl"}]}},
     ),
     Rule(
+        "rows from code without leave",
+        ("data.train", "data.eval", "data.allow_code"),
+        lambda c: not c.data.allow_code and any(item.rows for item in (*c.data.train, *c.data.eval)),
+        "a data set's rows come from a function, and running code is off",
+        "set data.allow_code = true if you trust that code",
+        {"data": {"train": [{"path": "rows.jsonl", "rows": "loader.py:rows"}]}},
+    ),
+    Rule(
         "early stop without held-out data",
         ("train.early_stop", "data.eval", "data.eval_fraction"),
         lambda c: c.train.early_stop is not None and not has_held_out(c),
@@ -301,3 +309,20 @@ FOREIGN_KEYS: dict[str, str] = {
     "attn_implementation": "model.attention",
 }
 """What other programs call our keys."""
+
+FOREIGN_TABLES: dict[str, str] = {
+    "lora": "adapter",
+    "peft": "adapter",
+    "qlora": "adapter",
+    "optimizer": "optim",
+    "trainer": "train",
+    "training_args": "train",
+    "logging": "log",
+    "wandb": "log",
+    "tracking": "log",
+    "dataset": "data",
+    "datasets": "data",
+    "checkpointing": "checkpoint",
+    "distributed": "parallel",
+}
+"""What other programs call our tables."""

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
-
 from rft.config.table import Table
 
 
 class ModelConfig(Table):
     """Which model is trained."""
 
-    path: str = Field(min_length=1)
+    path: str
     """A local directory, a GGUF file, or a hub id. A directory beats a hub id of the same spelling."""
     revision: str | None = None
     """Branch, tag or commit of a hub id."""

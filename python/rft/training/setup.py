@@ -174,7 +174,7 @@ def resolve_without_weights(config: Config) -> tuple[Config, list[Decision]]:
 def add_data(job: Job, rows: Iterable[dict[str, Any]] | None) -> None:
     """Prepare the data or find it prepared, and decide what depends on it."""
     lead = job.world.local_rank == 0
-    job.prepared = prepare(job.config.data, job.tokenizer, rows=rows, lead=lead)
+    job.prepared = prepare(job.config.data, job.tokenizer, rows=rows, lead=lead, seed=job.config.train.seed)
     assert job.config.data.seq_len is not None
     lengths = np.minimum(job.prepared.train.lengths().astype(np.float64), job.config.data.seq_len)
     job.config, decisions = resolve_for_data(
