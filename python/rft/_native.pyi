@@ -38,6 +38,11 @@ def store_key(spec: str) -> str:
 def key_inputs(spec: str) -> str:
     """What goes into the key, as JSON: one entry an input with its hash."""
 
+def measure_rows(spec: str, repeats: int = 1, fill: bool = True) -> tuple[int, int, int, int, str, list[float]]:
+    """Rows of the first source -> masked text, and no further, for benchmarks: rows, chats made, bytes of text, of trained
+    text, a digest of texts and spans, and the CPU seconds of each repeat on one thread. fill: as in `prepare`; else every
+    chat is rendered for itself."""
+
 class Template:
     """A compiled chat template (minijinja)."""
 

@@ -17,6 +17,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(prepare::prepare, module)?)?;
     module.add_function(wrap_pyfunction!(prepare::store_key, module)?)?;
     module.add_function(wrap_pyfunction!(prepare::key_inputs, module)?)?;
+    module.add_function(wrap_pyfunction!(prepare::measure_rows, module)?)?;
     module.add_class::<template::Template>()?;
     module.add_class::<tokenizer::Tokenizer>()?;
     module.add_class::<store::Store>()?;
