@@ -5,14 +5,13 @@
 use std::path::Path;
 
 use minijinja::Value;
-use rayon::prelude::*;
 use serde_json::{Value as Json, json};
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 use crate::chat::{self, Filled, Job, Masked, Request, Shapes, Wanted};
 use crate::error::{Error, Kind, Result};
 use crate::example::{self, Chat, Content, Format, Message, Parser, ROLES, Reason, RowError};
-use crate::jsonl::{Block, Layout, Reader};
+use crate::jsonl::{Layout, Reader};
 use crate::lean::Lean;
 use crate::spec::{ControlPolicy, FormatChoice, Part, RendererKind, Source, Spec};
 use crate::template::{self, Rendered, Template, to_value};
@@ -119,29 +118,21 @@ impl<'a> Rows<'a> {
             .remedy("set data.template to \"chatml\", \"llama3\", \"gemma\", \"plain\" or a .jinja file"))
     }
 
-    /// Turns a block's rows into tokens, in order.
+    /// Turns rows into tokens, in order. With a renderer of the caller, chats of all rows are rendered together.
     pub fn block(
         &self,
-        pool: &rayon::ThreadPool,
         parser: &Parser,
         layout: Layout,
-        block: &Block,
+        rows: &[&[u8]],
+        scratch: &mut Scratch,
     ) -> Result<Vec<Outcome>> {
-        let rows: Vec<(u64, &[u8])> = block.rows().collect();
         match self.renderer {
-            None => Ok(pool.install(|| {
-                rows.par_iter()
-                    .with_min_len(4)
-                    .map_init(Scratch::default, |scratch, (_, bytes)| self.row(parser, layout, bytes, scratch))
-                    .collect()
-            })),
+            None => Ok(rows.iter().map(|bytes| self.row(parser, layout, bytes, scratch)).collect()),
             Some(renderer) => {
-                let begun: Vec<Row> = pool.install(|| {
-                    let begin =
-                        |bytes| self.elsewhere(bytes).map_or_else(|| self.begin(parser, layout, bytes), Row::Done);
-                    rows.par_iter().map(|(_, bytes)| begin(bytes)).collect()
-                });
-                self.render_by_callback(pool, renderer, begun)
+                let begin =
+                    |bytes: &&[u8]| self.elsewhere(bytes).map_or_else(|| self.begin(parser, layout, bytes), Row::Done);
+                let begun = rows.iter().map(begin).collect();
+                self.render_by_callback(renderer, begun)
             }
         }
     }
@@ -352,12 +343,7 @@ impl<'a> Rows<'a> {
     }
 
     /// Rounds of one call for all chats of the block, until every chat knows its spans.
-    fn render_by_callback(
-        &self,
-        pool: &rayon::ThreadPool,
-        renderer: &dyn Renderer,
-        rows: Vec<Row>,
-    ) -> Result<Vec<Outcome>> {
+    fn render_by_callback(&self, renderer: &dyn Renderer, rows: Vec<Row>) -> Result<Vec<Outcome>> {
         let mut rows = rows;
         loop {
             let conversations: Vec<String> = rows.iter().flat_map(conversations_of).collect();
@@ -376,7 +362,7 @@ impl<'a> Rows<'a> {
                 let own = answers.split_off(answers.len() - count);
                 work.push((row, own));
             }
-            rows = pool.install(|| work.into_par_iter().rev().map(|(row, own)| self.advance(row, own)).collect());
+            rows = work.into_iter().rev().map(|(row, own)| self.advance(row, own)).collect();
         }
         let done = |row| match row {
             Row::Done(outcome) => outcome,
