@@ -8,7 +8,7 @@ from pydantic import Field, PositiveInt
 
 from rft.config.table import Table
 
-Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"]
+Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "segments", "text", "tokens"]
 
 
 class SourceConfig(Table):
@@ -51,6 +51,10 @@ class DataConfig(Table):
     """Chat template: `model` (the tokenizer's), a .jinja file, or a built-in name (`chatml`, `llama3`, `gemma`, `plain`)."""
     train_on: Literal["assistant", "last", "all"] | list[Literal["system", "user", "assistant", "tool"]] = "assistant"
     """Which turns carry a label: the assistant's, only the last of them, everything, or the roles named."""
+    thinking: Literal["split", "keep", "template"] = "split"
+    """Reasoning of earlier turns that the template drops: `split` makes a document of each turn, with its own reasoning; `keep` puts it back; `template` trains without it. Always counted."""
+    end_of_turn: Literal["auto", "train", "mask"] = "auto"
+    """The token that ends a trained turn: `auto` = as the template's generation tags say, and trained where it has none; `train` = also where the tags leave it out; `mask` = never."""
     dedup: bool = False
     """Drop documents whose tokens, labels and weights equal those of one before."""
     control_tokens: Literal["text", "allow"] = "text"

@@ -15,6 +15,7 @@ pub mod error;
 pub mod example;
 pub mod jsonl;
 pub mod key;
+pub mod lean;
 pub mod order;
 pub mod pack;
 pub mod pipeline;
