@@ -26,9 +26,10 @@ def prepare(
     on_progress: Callable[[int, int, int], None] | None = None,
     render: Callable[[list[str]], list[tuple[str, list[tuple[int, int]]] | str]] | None = None,
 ) -> str:
-    """Read, render, tokenise and mask the sources of `spec` (JSON) into the store folder `out`; returns the counts as JSON.
+    """Read, render, tokenise and mask the sources of `spec` (JSON) into the store folder `out`, unless it is there.
 
-    on_progress(bytes_read, bytes_total, rows). render: in place of minijinja; takes a block of conversations (JSON each)
+    Waits for another process that writes there, and goes on where a killed one stopped. Returns the counts as
+    JSON, with `written` (False: it was there) and `resumed_rows` (done by the killed one). on_progress(bytes_read, bytes_total, rows). render: in place of minijinja; takes a block of conversations (JSON each)
     and gives for each the text and the trained spans (character offsets), or a string that is the error.
     """
 
@@ -37,6 +38,28 @@ def store_key(spec: str) -> str:
 
 def key_inputs(spec: str) -> str:
     """What goes into the key, as JSON: one entry an input with its hash."""
+
+def pack(
+    lengths: NDArray[np.uint32], capacity: int, packing: str, seed: int = 0, epoch: int = 0, shuffle: bool = True
+) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+    """Items (bin after bin) and where each bin starts (and the end), as `Plan` packs a set of these lengths."""
+
+def deal(costs: NDArray[np.uint64], ranks: int, each: int) -> list[list[int | None]]:
+    """For each rank its `each` packs of a step, dearest first, so that the ranks' sums are even; None = filler."""
+
+def source_hashes(spec: str) -> list[str]:
+    """xxh3-64 (hex) of each source's content; those that name it in `xxh3` are not read."""
+
+def data_command(arguments: list[str]) -> tuple[int, str, str]:
+    """`rft-data` with these arguments: exit code, what goes to stdout, what goes to stderr."""
+
+def archive_members(path: str) -> list[tuple[str, int]]:
+    """Name and unpacked size of every file in a zip or tar, in its order. Refuses names that leave it, links, devices."""
+
+def measure_rows(spec: str, repeats: int = 1, fill: bool = True) -> tuple[int, int, int, int, str, list[float]]:
+    """Rows of the first source -> masked text, and no further, for benchmarks: rows, chats made, bytes of text, of trained
+    text, a digest of texts and spans, and the CPU seconds of each repeat on one thread. fill: as in `prepare`; else every
+    chat is rendered for itself."""
 
 class Template:
     """A compiled chat template (minijinja)."""
@@ -135,6 +158,8 @@ class Stream:
         start_step: int,
         pad_id: int,
         capacity: int,
+        first_pack: int = 0,
+        balance: bool = True,
     ) -> None: ...
     @property
     def num_steps(self) -> int: ...

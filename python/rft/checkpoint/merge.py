@@ -24,7 +24,7 @@ from rft.checkpoint.adapter_file import AdapterFile, Edit, read_adapter
 from rft.checkpoint.files import TensorSource, sync_folder
 from rft.checkpoint.shards import SHARD_BYTES, write_shards
 from rft.config.model import ModelConfig
-from rft.errors import ConfigError, ModelError
+from rft.errors import ConfigError, ModelError, unusable_folder
 from rft.models.load import build_meta, mean_row, plan_load
 from rft.models.source import ModelSource, checkpoint_dtype, find_model
 
@@ -93,17 +93,23 @@ def merge(
     config = base or ModelConfig(path=file.base)
     source = find_model(config)
     names = _names(source, config)
-    edits = _edits_by_file(file, names, source)
+    tokens = _num_tokens(adapter)
+    edits = _edits_by_file(file, names, source, tokens)
     untied = _untie(edits, file, names)
     target = dtype or (torch.bfloat16 if source.kind == "gguf" else checkpoint_dtype(source))
     keep_dtype = dtype is None and source.kind != "gguf"
-    sources = _sources(source, edits, names, target, keep_dtype=keep_dtype, on_tensor=on_tensor)
+    sources = _sources(source, edits, names, target, tokens, keep_dtype=keep_dtype, on_tensor=on_tensor)
     num_bytes = sum(tensor.bytes for tensor in sources)
     with _complete_or_absent(out, num_bytes) as work:
         write_shards(work, sources, limit=shard_bytes)
         vocab_size = next(t.shape[0] for t in sources if t.name == names.files[names.embedding])
         _write_config(work, source, target, vocab_size=vocab_size, tied=names.tied and not untied)
         notes = _copy_beside(work, adapter, source, config)
+    added = vocab_size - source.reader.shape(names.files[names.embedding])[0]
+    if added and not edits.keys() & {names.files[names.embedding]}:
+        notes.append(
+            f"{added:,} rows added for tokens that the base has none for: they are the mean of its rows, as in training"
+        )
     described = f"{source.base_id}, {'de-quantised GGUF weights' if source.kind == 'gguf' else 'original weights'}"
     return Merged(
         out=out,
@@ -119,12 +125,13 @@ def merge(
 
 @contextmanager
 def _complete_or_absent(out: Path, needed: int) -> Iterator[Path]:
-    """A folder to write into that becomes `out` at the end. Raises ModelError where `needed` bytes cannot be written."""
+    """A folder to write into that becomes `out` at the end. Raises RftError where `needed` bytes have no room, ConfigError where it may not be made."""
     work = out.with_name(f".{out.name}.saving")
     place = next(folder for folder in out.absolute().parents if folder.is_dir())
-    free = shutil.disk_usage(place).free
+    usage = shutil.disk_usage(place)
+    free = usage.free
     try:
-        if free < needed:
+        if usage.total and free < needed:  # /proc and its like have no size at all, and say something else below
             raise OSError(
                 errno.ENOSPC, f"the disk is full: {needed / 2**30:.2f} GiB are needed, {free / 2**30:.2f} GiB are free"
             )
@@ -136,8 +143,7 @@ def _complete_or_absent(out: Path, needed: int) -> Iterator[Path]:
         work.replace(out)
         sync_folder(out.parent)
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise ModelError(str(out), f"cannot be written: {reason}", do="free space, or give another --out") from None
+        raise unusable_folder("--out", out, error) from None
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
@@ -159,7 +165,16 @@ def _names(source: ModelSource, config: ModelConfig) -> _Names:
     )
 
 
-def _edits_by_file(file: AdapterFile, names: _Names, source: ModelSource) -> dict[str, Edit]:
+def _num_tokens(adapter: Path) -> int:
+    """Rows that the tokenizer beside the adapter needs: where the base has fewer, training went on with more. 0 without one."""
+    if not (adapter / "tokenizer.json").is_file():
+        return 0
+    from rft.models.tokenizer import load_tokenizer
+
+    return load_tokenizer(ModelConfig(path=str(adapter))).vocab_size
+
+
+def _edits_by_file(file: AdapterFile, names: _Names, source: ModelSource, tokens: int) -> dict[str, Edit]:
     """The adapter's edits under the names of the files, checked against the base's shapes."""
     edits: dict[str, Edit] = {}
     for live, edit in file.edits.items():
@@ -174,7 +189,10 @@ def _edits_by_file(file: AdapterFile, names: _Names, source: ModelSource) -> dic
         if live not in names.files and not tied_head:
             raise ModelError(str(source.path), f"stores no tensor for {live}", do="merge with PEFT and save_pretrained")
         stored = names.files.get(live, names.files[names.embedding] if tied_head else "")
-        _check_shapes(live, edit, source.reader.shape(stored), file.path)
+        shape = source.reader.shape(stored)
+        if live in (names.embedding, names.head):
+            shape = (max(shape[0], tokens), *shape[1:])
+        _check_shapes(live, edit, shape, file.path)
         edits[names.files.get(live, live)] = edit
     return edits
 
@@ -245,6 +263,7 @@ def _sources(
     edits: dict[str, Edit],
     names: _Names,
     target: torch.dtype,
+    tokens: int,
     *,
     keep_dtype: bool,
     on_tensor: Callable[[int, int, str], None] | None,
@@ -263,7 +282,7 @@ def _sources(
             shapes[name][0] = edits[name].num_rows(shapes[name][0])
     vocabulary = [n for n in (head_key, embedding_key) if n in shapes]
     for name in vocabulary:
-        shapes[name][0] = max(shapes[n][0] for n in vocabulary)
+        shapes[name][0] = max(tokens, *(shapes[n][0] for n in vocabulary))
     sources = []
     for number, name in enumerate(kept, 1):
         dtype = _stored_dtype(source, base_names[name])

@@ -2,19 +2,23 @@
 
 use std::collections::BTreeMap;
 
+use serde::{Deserialize, Serialize};
 use serde_json::{Value as Json, json};
 
-use crate::error::{Error, Kind};
-use crate::example::{Format, Reason, RowError};
-use crate::spec::{Source, Spec, TrainOn};
+use crate::error::{Error, Kind, Result};
+use crate::example::{Format, ROLES, Reason, RowError};
+use crate::spec::{Part, Source, Spec, TrainOn};
 use crate::store::Writer;
-use crate::tokens::Tokens;
+use crate::tokens::{Facts, Tokens};
 
 /// Examples kept of each reason.
 const NOTES: usize = 5;
 
+/// Different sets of unused fields that are counted.
+const MANY_FIELDS: usize = 256;
+
 /// A dropped row to show.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Note {
     /// File and line.
     pub place: String,
@@ -22,10 +26,10 @@ pub struct Note {
     pub text: String,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
 struct SourceCounts {
     path: String,
-    format: Format,
+    format: String,
     evidence: String,
     read: u64,
     kept: u64,
@@ -33,17 +37,30 @@ struct SourceCounts {
     trained: u64,
 }
 
-/// Counts of a preparation.
-#[derive(Debug, Default)]
+/// Counts of a preparation. Reasons and methods by name: all of it goes into the notes that a killed run leaves.
+#[derive(Debug, Default, Serialize, Deserialize)]
 pub struct Counts {
     read: u64,
     kept: u64,
-    dropped: BTreeMap<Reason, u64>,
-    notes: BTreeMap<Reason, Vec<Note>>,
+    dropped: BTreeMap<String, u64>,
+    notes: BTreeMap<String, Vec<Note>>,
+    /// Rows written more than once, and how many times more, for the weight of their data set.
+    repeats: u64,
+    duplicate_documents: u64,
     sources: Vec<SourceCounts>,
     spelled: u64,
     straddling: u64,
-    methods: BTreeMap<&'static str, u64>,
+    methods: BTreeMap<String, u64>,
+    /// Rows that hold a message of a role.
+    roles: [u64; ROLES.len()],
+    /// Rows by the fields of them that are not used.
+    unused: Vec<(Vec<String>, u64)>,
+    /// Rows that became several documents, and how many.
+    split: (u64, u64),
+    /// Reasoning that the template does not write: blocks, and rows with one.
+    lost: (u64, u64),
+    /// Rows with tools that the template does not write.
+    tools_ignored: u64,
 }
 
 impl Counts {
@@ -51,7 +68,7 @@ impl Counts {
     pub fn begin_source(&mut self, source: &Source, format: Format, evidence: &str) {
         self.sources.push(SourceCounts {
             path: source.path.clone(),
-            format,
+            format: format.name().into(),
             evidence: evidence.into(),
             read: 0,
             kept: 0,
@@ -65,53 +82,107 @@ impl Counts {
         self.read
     }
 
-    /// Counts a row that is kept.
-    pub fn keep(&mut self, tokens: &Tokens) {
-        let trained = tokens.trained.iter().filter(|bit| **bit).count() as u64;
+    /// Rows read of each source that was begun.
+    pub fn rows_of_sources(&self) -> Vec<u64> {
+        self.sources.iter().map(|source| source.read).collect()
+    }
+
+    /// For the note behind a shard.
+    pub fn to_state(&self) -> Result<Json> {
+        serde_json::to_value(self).map_err(|e| Error::new(Kind::Store, "counts", e))
+    }
+
+    /// From such a note.
+    pub fn from_state(state: Json) -> Result<Counts> {
+        serde_json::from_value(state).map_err(|e| Error::new(Kind::Store, "the notes of an unfinished set", e))
+    }
+
+    /// Counts a row that is kept, by its documents; they are written `copies` times.
+    pub fn keep<'a>(&mut self, documents: impl Iterator<Item = &'a Tokens> + Clone, copies: u32) {
+        let Some(first) = documents.clone().next() else { return };
         self.read += 1;
         self.kept += 1;
-        self.spelled += u64::from(tokens.spelled);
-        self.straddling += tokens.straddling;
-        let method = tokens.method.map_or("raw text", |method| method.name());
-        *self.methods.entry(method).or_default() += 1;
+        self.repeats += u64::from(copies - 1);
+        self.spelled += u64::from(first.spelled);
+        self.straddling += documents.clone().map(|tokens| tokens.straddling).sum::<u64>();
+        let method = first.method.map_or("raw text", |method| method.name());
+        match self.methods.get_mut(method) {
+            Some(count) => *count += 1,
+            None => drop(self.methods.insert(method.into(), 1)),
+        }
+        let lost: u64 = documents.clone().map(|tokens| u64::from(tokens.lost)).sum();
+        self.lost = (self.lost.0 + lost, self.lost.1 + u64::from(lost > 0));
+        let parts = documents.clone().count() as u64;
+        if parts > 1 {
+            self.split = (self.split.0 + 1, self.split.1 + parts);
+        }
+        self.tell(&first.facts);
         if let Some(source) = self.sources.last_mut() {
             source.read += 1;
             source.kept += 1;
-            source.tokens += tokens.ids.len() as u64;
-            source.trained += trained;
+            for tokens in documents {
+                source.tokens += u64::from(copies) * tokens.ids.len() as u64;
+                let trained = tokens.trained.iter().filter(|bit| **bit).count();
+                source.trained += u64::from(copies) * trained as u64;
+            }
         }
+    }
+
+    fn tell(&mut self, facts: &Facts) {
+        for (index, rows) in self.roles.iter_mut().enumerate() {
+            *rows += u64::from(facts.roles >> index & 1);
+        }
+        self.tools_ignored += u64::from(facts.tools_ignored);
+        if facts.unused.is_empty() {
+            return;
+        }
+        // Rows of a file have the same fields, mostly the very same list of them.
+        let same = |(names, _): &(Vec<String>, u64)| names[..] == facts.unused[..];
+        match self.unused.iter().rposition(same) {
+            Some(index) => self.unused[index].1 += 1,
+            None if self.unused.len() < MANY_FIELDS => self.unused.push((facts.unused.to_vec(), 1)),
+            None => {}
+        }
+    }
+
+    /// Counts documents of a row that were kept before.
+    pub fn drop_documents(&mut self, duplicates: usize) {
+        self.duplicate_documents += duplicates as u64;
     }
 
     /// Counts a row that is dropped.
     pub fn drop_row(&mut self, error: &RowError, note: Note) {
         self.read += 1;
-        *self.dropped.entry(error.reason).or_default() += 1;
+        let reason = error.reason.name();
+        match self.dropped.get_mut(reason) {
+            Some(count) => *count += 1,
+            None => drop(self.dropped.insert(reason.into(), 1)),
+        }
         if let Some(source) = self.sources.last_mut() {
             source.read += 1;
         }
-        let notes = self.notes.entry(error.reason).or_default();
-        if notes.len() < NOTES && !note.text.is_empty() {
-            notes.push(note);
+        if note.text.is_empty() {
+            return;
+        }
+        match self.notes.get_mut(reason) {
+            Some(notes) if notes.len() >= NOTES => {}
+            Some(notes) => notes.push(note),
+            None => drop(self.notes.insert(reason.into(), vec![note])),
         }
     }
 
     /// For the manifest and the caller.
     pub fn to_json(&self, writer: &Writer, no_control_tokens: bool) -> Json {
-        let dropped: BTreeMap<&str, u64> = self.dropped.iter().map(|(reason, n)| (reason.name(), *n)).collect();
         let notes = |notes: &Vec<Note>| notes.iter().map(|note| format!("{}: {}", note.place, note.text)).collect();
-        let examples: BTreeMap<&str, Vec<String>> = self
-            .notes
-            .iter()
-            .filter(|(_, list)| !list.is_empty())
-            .map(|(reason, list)| (reason.name(), notes(list)))
-            .collect();
+        let examples: BTreeMap<&str, Vec<String>> =
+            self.notes.iter().map(|(reason, list)| (reason.as_str(), notes(list))).collect();
         let sources: Vec<Json> = self
             .sources
             .iter()
             .map(|source| {
                 json!({
                     "path": source.path,
-                    "format": source.format.name(),
+                    "format": source.format,
                     "evidence": source.evidence,
                     "read": source.read,
                     "kept": source.kept,
@@ -120,17 +191,34 @@ impl Counts {
                 })
             })
             .collect();
+        let roles: BTreeMap<&str, u64> =
+            ROLES.iter().zip(self.roles).filter(|(_, rows)| *rows > 0).map(|(role, rows)| (*role, rows)).collect();
+        let mut unused: BTreeMap<&str, u64> = BTreeMap::new();
+        for (names, rows) in &self.unused {
+            for name in names.iter() {
+                *unused.entry(name).or_default() += rows;
+            }
+        }
         json!({
             "read": self.read,
             "kept": self.kept,
-            "dropped": dropped,
+            "dropped": self.dropped,
             "dropped_examples": examples,
             "documents": writer.num_documents(),
+            "repeats": self.repeats,
+            "duplicate_documents": self.duplicate_documents,
             "tokens": writer.num_tokens(),
             "trained_tokens": writer.trained_tokens(),
             "straddling_tokens": self.straddling,
             "control_token_rows": self.spelled,
             "mask_methods": self.methods,
+            "roles": roles,
+            "unused_fields": unused,
+            "split_rows": self.split.0,
+            "documents_of_split_rows": self.split.1,
+            "reasoning_lost": self.lost.0,
+            "reasoning_lost_rows": self.lost.1,
+            "tools_ignored_rows": self.tools_ignored,
             "no_control_tokens": no_control_tokens,
             "sources": sources,
         })
@@ -142,7 +230,7 @@ impl Counts {
             [source] => source.shown().to_string(),
             sources => format!("{} files", sources.len()),
         };
-        let dropped: Vec<String> = self.dropped.iter().map(|(reason, n)| format!("{n} {}", reason.name())).collect();
+        let dropped: Vec<String> = self.dropped.iter().map(|(reason, n)| format!("{n} {reason}")).collect();
         let why = if dropped.is_empty() {
             String::new()
         } else {
@@ -150,10 +238,31 @@ impl Counts {
         };
         let first = self.notes.values().flatten().next();
         let why = why + &first.map_or(String::new(), |note| format!(" (first: {}: {})", note.place, note.text));
+        let elsewhere: u64 =
+            [Reason::HeldOut, Reason::NotHeldOut].iter().filter_map(|r| self.dropped.get(r.name())).sum();
+        if let Some(holdout) = &spec.holdout
+            && self.read > 0
+            && elsewhere == self.read
+        {
+            let (side, change) = match holdout.part {
+                Part::Train => ("holds out all", "smaller"),
+                Part::Eval => ("holds out none", "larger"),
+            };
+            let problem = format!("eval_fraction = {} {side} of the {} rows", holdout.fraction, self.read);
+            return Error::new(Kind::Data, place, problem)
+                .wanted("rows on both sides")
+                .remedy(format!("set a {change} data.eval_fraction, or name a file of its own under [[data.eval]]"));
+        }
+        let roles = match &spec.train_on {
+            TrainOn::Roles(roles) => format!(" (now {})", roles.join(", ")),
+            _ => String::new(),
+        };
         let remedy = match (self.read, &spec.train_on) {
             (0, _) => "check data.train: the files hold no rows".to_string(),
             (_, TrainOn::All) => "look at the rows dropped, and at data.on_error".to_string(),
-            _ => "look at data.train_on and at the rows dropped; a template with {% generation %} tags trains only on what they hold".to_string(),
+            _ => format!(
+                "look at data.train_on{roles} and at the rows dropped; a template with {{% generation %}} tags trains only on what they hold"
+            ),
         };
         Error::new(Kind::Data, place, format!("no token to train on{why}"))
             .wanted("at least one row with a turn or a text to learn")

@@ -6,6 +6,7 @@
 
 #![warn(missing_docs)]
 
+pub mod balance;
 pub mod batch;
 pub mod chat;
 pub mod counts;
@@ -14,11 +15,16 @@ pub mod error;
 pub mod example;
 pub mod jsonl;
 pub mod key;
+pub mod lean;
 pub mod order;
 pub mod pack;
+pub mod pipeline;
 pub mod plan;
 pub mod prepare;
 pub mod pytext;
+pub mod readers;
+pub mod rows;
+mod seen;
 pub mod spec;
 pub mod store;
 pub mod stream;

@@ -7,6 +7,8 @@ mod masks;
 mod pack;
 mod plan;
 mod prepare;
+mod readers;
+mod shapes;
 mod store;
 mod stream;
 mod support;
