@@ -26,7 +26,7 @@ class SourceConfig(Table):
     """Role names, theirs = ours: `asistant = "assistant"`."""
     weight: float = Field(1.0, gt=0, le=1000)
     """How often its rows are used in an epoch. Of a fraction, that share of the rows is chosen by `train.seed`."""
-    max_rows: PositiveInt | None = None
+    max_rows: int | None = Field(None, ge=1)
     """Only the first rows of the data set, this many. The others are counted."""
 
 
@@ -41,8 +41,8 @@ class DataConfig(Table):
     """Share of the training rows that is held out, chosen by content hash (so it is stable when rows are added)."""
     seq_len: int | None = Field(None, ge=2)
     """Tokens in a pack; at least 2, since the first of a pack has nothing before it that could predict it. Default: what the model was trained for, at most 8192."""
-    packing: Literal["stream", "bfd", "none"] = "stream"
-    """`stream` = best fit over open bins in the epoch's seeded order, unbiased; `bfd` = tightest, biased; `none` = a document a row."""
+    packing: Literal["stream", "bfd", "even", "sequential", "none"] = "stream"
+    """`stream` = best fit in the epoch's seeded order, unbiased; `bfd` = tightest, biased; `even` = every pack a like mix; `sequential` = rows in file order; `none` = a document a row."""
     overlong: Literal["split", "truncate", "drop", "error"] = "split"
     """What happens to documents longer than seq_len. Always counted."""
     on_error: Literal["fail", "skip"] = "fail"

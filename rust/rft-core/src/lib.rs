@@ -6,6 +6,7 @@
 
 #![warn(missing_docs)]
 
+pub mod balance;
 pub mod batch;
 pub mod chat;
 pub mod counts;
