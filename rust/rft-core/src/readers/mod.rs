@@ -332,7 +332,9 @@ impl Columns {
             FormatChoice::Auto => {
                 let fits = |format: &Format| Parser::new(*format, source).is_ok();
                 let formats: Vec<Format> = Format::ALL.into_iter().filter(fits).collect();
-                Columns::of(&formats, source, false)
+                let mut columns = Columns::of(&formats, source, false);
+                columns.names.extend(detect::OF_OTHER_LOSSES.map(String::from));
+                columns
             }
         }
     }
