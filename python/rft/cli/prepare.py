@@ -61,7 +61,7 @@ class PreparedData:
         self.config = with_seq_len(config)
         self.tokenizer: TokenizerFiles = load_tokenizer(config.model)
         with progress_bar() as progress:
-            self.prepared: Prepared = prepare(config.data, self.tokenizer, progress=progress)
+            self.prepared: Prepared = prepare(config.data, self.tokenizer, progress=progress, seed=config.train.seed)
 
     def loader(self) -> Loader:
         """Of the training set, as one process sees it."""

@@ -99,6 +99,14 @@ RULES: tuple[Rule, ...] = (
         {"data": {"eval_fraction": 0.1, "eval": [{"path": "rows.jsonl"}]}},
     ),
     Rule(
+        "rows from code without leave",
+        ("data.train", "data.eval", "data.allow_code"),
+        lambda c: not c.data.allow_code and any(item.rows for item in (*c.data.train, *c.data.eval)),
+        "a data set's rows come from a function, and running code is off",
+        "set data.allow_code = true if you trust that code",
+        {"data": {"train": [{"path": "rows.jsonl", "rows": "loader.py:rows"}]}},
+    ),
+    Rule(
         "early stop without held-out data",
         ("train.early_stop", "data.eval", "data.eval_fraction"),
         lambda c: c.train.early_stop is not None and not has_held_out(c),
@@ -164,6 +172,34 @@ RULES: tuple[Rule, ...] = (
         "keeps trained weights in bf16 while the computation is fp32: the updates would be rounded away",
         'set train.master = "float32", or train.precision = "bf16"',
         {"train": {"master": "bfloat16", "precision": "fp32"}},
+    ),
+    Rule(
+        "FP8 weights that are trained",
+        ("model.base_weights", "adapter.name"),
+        lambda c: c.model.base_weights == "fp8" and c.adapter.name == "none",
+        "holds frozen weights in FP8, and full fine-tuning freezes none",
+        'set model.base_weights = "bf16", or train a LoRA (adapter.name = "lora")',
+        {"model": {"base_weights": "fp8"}, "adapter": {"name": "none"}},
+    ),
+    Rule(
+        "FP8 weights that are sharded",
+        ("model.base_weights", "parallel.data"),
+        lambda c: c.model.base_weights == "fp8" and c.parallel.data == "shard",
+        "is quantised from whole weights, and no rank holds them when sharded",
+        'set parallel.data = "replicate", or model.base_weights = "bf16"',
+        {"model": {"base_weights": "fp8"}, "parallel": {"data": "shard"}},
+    ),
+    Rule(
+        "FP8 weights and what reads whole ones",
+        ("model.base_weights", "adapter.dora", "adapter.init"),
+        lambda c: (
+            c.model.base_weights == "fp8"
+            and isinstance(c.adapter, LoraConfig)
+            and (c.adapter.dora or c.adapter.init in ("pissa", "olora"))
+        ),
+        "holds no weight that DoRA, PiSSA or OLoRA could read or change",
+        'set model.base_weights = "bf16", or leave out adapter.dora and adapter.init',
+        {"model": {"base_weights": "fp8"}, "adapter": {"dora": True}},
     ),
     Rule(
         "revision of a local model",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from rft.config.table import Table
 
@@ -15,13 +15,19 @@ class SourceConfig(Table):
     """One data set."""
 
     path: str
-    """A JSONL file (.jsonl, .json, .gz, .zst), a plain .txt file (a document a line), a glob, or a directory of these."""
+    """A file of rows (JSONL, JSON, CSV, TSV, Parquet, Arrow, or a .txt with a document a line; also .gz, .zst, .zip, .tar), a glob, or a directory of these."""
+    rows: str | None = None
+    """`module:function` or `file.py:function`: called with the path of each file, gives its rows as dicts. Needs `data.allow_code`."""
     format: Format = "auto"
     """What a row is. `auto` decides from the first rows and shows the evidence."""
     fields: dict[str, str] = {}
     """Field names, ours = theirs: `prompt = "question"`, `completion = "answer"`, `messages = "chat"`."""
     roles: dict[str, Literal["system", "user", "assistant", "tool"]] = {}
     """Role names, theirs = ours: `asistant = "assistant"`."""
+    weight: float = Field(1.0, gt=0, le=1000)
+    """How often its rows are used in an epoch. Of a fraction, that share of the rows is chosen by `train.seed`."""
+    max_rows: PositiveInt | None = None
+    """Only the first rows of the data set, this many. The others are counted."""
 
 
 class DataConfig(Table):
@@ -45,7 +51,11 @@ class DataConfig(Table):
     """Chat template: `model` (the tokenizer's), a .jinja file, or a built-in name (`chatml`, `llama3`, `gemma`, `plain`)."""
     train_on: Literal["assistant", "last", "all"] | list[Literal["system", "user", "assistant", "tool"]] = "assistant"
     """Which turns carry a label: the assistant's, only the last of them, everything, or the roles named."""
+    dedup: bool = False
+    """Drop documents whose tokens, labels and weights equal those of one before."""
     control_tokens: Literal["text", "allow"] = "text"
     """`text`: control tokens spelled inside a row's own text stay ordinary text. `allow`: they become control tokens."""
+    allow_code: bool = False
+    """Whether `rows` of a data set may run code of yours."""
     store: str | None = None
     """Where prepared sets are kept. Default `$XDG_CACHE_HOME/rft/sets`."""

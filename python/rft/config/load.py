@@ -336,7 +336,12 @@ def _absolute_paths(config: Config, source: str, folder: Path, from_sets: set[st
     data, train, model = config.data, config.train, config.model
     sources = {
         part: [
-            item.model_copy(update={"path": _source_path(f"data.{part}.{i}.path", item.path, absolute)})
+            item.model_copy(
+                update={
+                    "path": _source_path(f"data.{part}.{i}.path", item.path, absolute),
+                    **({"rows": _rows_path(f"data.{part}.{i}.rows", item.rows, absolute)} if item.rows else {}),
+                }
+            )
             for i, item in enumerate(getattr(data, part))
         ]
         for part in ("train", "eval")
@@ -363,6 +368,11 @@ def _absolute_paths(config: Config, source: str, folder: Path, from_sets: set[st
 
 def _source_path(key: str, value: str, absolute: Any) -> str:
     return value if value == ROWS_PATH or "://" in value else absolute(key, value)
+
+
+def _rows_path(key: str, value: str, absolute: Any) -> str:
+    file, colon, function = value.rpartition(":")
+    return absolute(key, file) + colon + function if file.endswith(".py") else value
 
 
 def _is_template_file(template: str) -> bool:

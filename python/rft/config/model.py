@@ -16,6 +16,8 @@ class ModelConfig(Table):
     """Branch, tag or commit of a hub id."""
     attention: Literal["auto", "varlen", "sdpa", "math"] = "auto"
     """How documents are kept apart: `varlen` (CUDA), `sdpa` (a call a document), `math` (plain, serves soft-cap and sinks). `auto` takes the first that serves this model here."""
+    base_weights: Literal["bf16", "fp8"] = "bf16"
+    """How frozen weights of the decoder layers are held: `bf16` (as computed with), or `fp8` for LoRA (e4m3 by row, Hopper, Ada and newer; the first and last layer stay)."""
     add_tokens: list[str] = []
     """New tokens. Their embedding rows are trained and saved so that PEFT loads them."""
     trust_remote_code: bool = False

@@ -1,4 +1,4 @@
-"""From the paths of the config to the files that are read: globs, directories, and rows that come from Python."""
+"""From the paths of the config to the files that are read: globs, directories, archives, and rows that come from Python."""
 
 from __future__ import annotations
 
@@ -13,13 +13,24 @@ from typing import Any
 
 from rft.config.data import SourceConfig
 from rft.config.explain import what_is_there
-from rft.errors import DataError
+from rft.data.code import code_rows
+from rft.errors import DataError, RftError
 
 _PACKED = ("", ".gz", ".zst")
-JSON_ENDINGS = tuple(kind + packed for kind in (".jsonl", ".json", ".ndjson") for packed in _PACKED)
 TEXT_ENDINGS = tuple(".txt" + packed for packed in _PACKED)
-_WANTED = "JSON lines (.jsonl, .json) or text (.txt), plain, .gz or .zst"
-_LATER = (".parquet", ".arrow", ".csv", ".tsv", ".zip", ".tar", ".tar.gz", ".tgz")
+KINDS = {
+    "JSON": tuple(kind + packed for kind in (".jsonl", ".json", ".ndjson") for packed in _PACKED),
+    "CSV": tuple(kind + packed for kind in (".csv", ".tsv") for packed in _PACKED),
+    "Parquet": (".parquet",),
+    "Arrow": tuple(kind + packed for kind in (".arrow", ".feather") for packed in _PACKED),
+    "archive": (".zip", ".tar", ".tar.gz", ".tgz", ".tar.zst"),
+}
+"""Endings of what holds rows. A folder may hold one kind, so that nothing is read twice or left out unseen."""
+_WANTED = (
+    "JSON lines (.jsonl, .json), CSV, Parquet, Arrow or text (.txt), plain, .gz or .zst, or a .zip or .tar of these"
+)
+_OF_DATASETS = ("dataset_info.json", "state.json")
+"""What `datasets` puts beside its Arrow files."""
 
 
 @dataclass(frozen=True)
@@ -28,29 +39,60 @@ class SourceFile:
 
     path: Path
     config: SourceConfig
+    number: int = 0
+    """Of the data set in the config."""
     name: str = ""
     """How messages call it, where not by its path."""
+    member: str | None = None
+    """A file inside the archive that `path` is."""
 
     def spec(self) -> dict[str, Any]:
         """As the native extension takes it."""
         return {
             "path": str(self.path),
+            "member": self.member,
             "name": self.name or None,
             "format": self.config.format,
             "fields": dict(self.config.fields),
             "roles": dict(self.config.roles),
+            "set": self.number,
+            "weight": self.config.weight,
+            "max_rows": self.config.max_rows,
         }
 
 
-def expand(sources: Iterable[SourceConfig], table: str) -> list[SourceFile]:
+def expand(sources: Iterable[SourceConfig], table: str, cache: Path | None = None) -> list[SourceFile]:
     """Every file of every source, in the order of the config and then of their names.
 
-    table: "data.train" or "data.eval", for messages. Raises DataError for a path that gives no file.
+    table: "data.train" or "data.eval", for messages. cache: folder for what functions of the user make of files, None
+    where `data.allow_code` does not allow it. Raises DataError for a path that gives no file, and for what a function does.
     """
     files = []
     for number, source in enumerate(sources):
         where = f"{table}.{number}.path"
-        files += [SourceFile(path, source) for path in _files(source.path, where)]
+        if source.rows:
+            files += _of_code(source, number, f"{table}.{number}", cache)
+            continue
+        for path in _files(source.path, where):
+            if path.name.lower().endswith(KINDS["archive"]):
+                members = _members(path, where)
+                files += [SourceFile(path, source, number, f"{path}/{member}", member) for member in members]
+            else:
+                files.append(SourceFile(path, source, number))
+    return files
+
+
+def _of_code(source: SourceConfig, number: int, table: str, cache: Path | None) -> list[SourceFile]:
+    if cache is None:
+        raise DataError(f"{table}.rows", "runs code, which is off", do="set data.allow_code = true if you trust it")
+    if os.path.isdir(source.path):
+        do = f"give the files: {os.path.join(source.path, '*')}"
+        raise DataError(f"{table}.path", f"{source.path} is a folder, and rows takes files", do=do)
+    assert source.rows is not None
+    files = []
+    for path in _files(source.path, f"{table}.path"):
+        made = code_rows(source.rows, path, cache, f"{table}.rows", write_rows)
+        files.append(SourceFile(made, source, number, f"{source.rows}({path.name})"))
     return files
 
 
@@ -61,36 +103,73 @@ def _files(path: str, where: str) -> list[Path]:
     if plain.is_dir():
         return _of_directory(plain, where)
     if plain.is_file():
-        return [_known(plain.resolve(), where)]
+        return [plain.resolve()]
     if glob.has_magic(path):
         found = sorted(Path(name).resolve() for name in glob.glob(path, recursive=True) if os.path.isfile(name))
         if not found:
             raise DataError(where, f"{path} matches no file", wanted=_WANTED)
-        return [_known(file, where) for file in found]
+        return found
     if there := what_is_there(plain):
         raise DataError(where, f"{path} {there}", wanted=_WANTED)
     raise DataError(where, f"{path} does not exist", do=_did_you_mean(plain))
 
 
 def _of_directory(directory: Path, where: str) -> list[Path]:
-    """Files in a directory and below it; text files only where there are no JSON files (they are often READMEs)."""
+    """Files in a directory and below it; text files only where there are no rows (they are often READMEs)."""
+    if (directory / "dataset_dict.json").is_file():
+        splits = sorted(part.name for part in directory.iterdir() if part.is_dir())
+        problem = f"{directory} holds several splits: {', '.join(splits)}"
+        raise DataError(where, problem, do=f"name one: {directory / splits[0] if splits else directory}")
     found = sorted(
         file.resolve()
         for file in directory.rglob("*")
-        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(directory).parts)
+        if file.is_file() and not _hidden(file.relative_to(directory).parts)
     )
-    for endings in (JSON_ENDINGS, TEXT_ENDINGS):
-        chosen = [file for file in found if file.name.lower().endswith(endings)]
-        if chosen:
-            return chosen
-    raise DataError(where, f"{directory} holds no data files", wanted=_WANTED)
+    return [Path(name) for name in _of_one_kind([str(file) for file in found], str(directory), where)]
 
 
-def _known(file: Path, where: str) -> Path:
-    name = file.name.lower()
-    if name.endswith(_LATER):
-        raise DataError(where, f"{file}: this kind of file is not read", wanted=_WANTED, do="convert it to JSON lines")
-    return file
+def _members(archive: Path, where: str) -> list[str]:
+    """The data files of an archive, by the rules of a folder. Its names are checked, nothing is unpacked."""
+    from rft import _native
+
+    try:
+        members = sorted(name for name, _size in _native.archive_members(str(archive)))
+    except _native.NativeError as error:
+        kind = DataError if error.kind == "data" else RftError
+        raise kind(error.where, error.problem, wanted=error.wanted, do=error.do) from None
+    seen = [name for name in members if not _hidden(Path(name).parts)]
+    nested = [name for name in seen if name.lower().endswith(KINDS["archive"])]
+    if nested:
+        raise DataError(where, f"{archive}: member {nested[0]!r} is an archive itself", do="unpack the outer one")
+    return _of_one_kind(seen, str(archive), where)
+
+
+def _hidden(parts: tuple[str, ...]) -> bool:
+    return any(part.startswith(".") or part == "__MACOSX" for part in parts)
+
+
+def _of_one_kind(names: list[str], place: str, where: str) -> list[str]:
+    arrow = [name for name in names if name.lower().endswith(KINDS["Arrow"])]
+    if arrow:
+        names = [name for name in names if os.path.basename(name) not in _OF_DATASETS]
+        # Results of `Dataset.map` beside the set itself.
+        made = [name for name in arrow if os.path.basename(name).startswith("cache-")]
+        names = [name for name in names if name not in made] if len(made) < len(arrow) else names
+    found = {
+        kind: chosen
+        for kind, endings in KINDS.items()
+        if (chosen := [name for name in names if name.lower().endswith(endings)])
+    }
+    if len(found) > 1:
+        kinds = " and ".join(f"{kind} ({os.path.basename(chosen[0])})" for kind, chosen in found.items())
+        ending = os.path.splitext(next(iter(found.values()))[0])[1]
+        raise DataError(where, f"{place} holds files of several kinds: {kinds}", do=f"say which: {place}/**/*{ending}")
+    for chosen in found.values():
+        return chosen
+    texts = [name for name in names if name.lower().endswith(TEXT_ENDINGS)]
+    if not texts:
+        raise DataError(where, f"{place} holds no data files", wanted=_WANTED)
+    return texts
 
 
 def _did_you_mean(path: Path) -> str:

@@ -29,6 +29,7 @@ MAY_CHANGE = (
     "train.micro_batch", "data.store",
     "data.train.*.path",  # the plan's hash covers what is in the files
     "data.eval.*.path",  # likewise the key of the held-out set
+    "data.train.*.rows", "data.eval.*.rows", "data.allow_code",  # likewise
 )  # fmt: skip
 MAY_GROW = ("train.epochs", "train.max_steps")
 OPEN_ENDED = ("constant", "wsd")

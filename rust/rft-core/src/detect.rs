@@ -3,6 +3,7 @@
 use serde_json::{Map, Value};
 
 use crate::example::{Format, Parser, RowError, parse_object};
+use crate::readers;
 use crate::spec::Source;
 
 type RowResult<T> = std::result::Result<T, RowError>;
@@ -139,5 +140,8 @@ fn likely<'a>(texts: &[&'a String], names: &[&str]) -> Option<&'a String> {
 
 /// A row for [`detect`], which must be a JSON object.
 pub fn sample_row(bytes: &[u8]) -> RowResult<Map<String, Value>> {
-    parse_object(bytes)
+    match readers::refusal(bytes) {
+        Some(error) => Err(error),
+        None => parse_object(bytes),
+    }
 }

@@ -3,6 +3,7 @@
 use serde_json::{Map, Value, json};
 
 use crate::jsonl::Layout;
+use crate::readers;
 use crate::spec::Source;
 
 /// What kind of rows a file holds.
@@ -73,7 +74,44 @@ impl Format {
             Format::Text => &[("text", &["text"]), ("loss_weight", WEIGHT)],
         }
     }
+
+    /// What the row may call our field.
+    fn names<'a>(self, ours: &str, source: &'a Source) -> Vec<&'a str> {
+        match source.fields.get(ours) {
+            Some(theirs) => vec![theirs],
+            None => self.fields().iter().find(|(name, _)| *name == ours).map_or(vec![], |(_, names)| names.to_vec()),
+        }
+    }
+
+    /// Names of the columns that rows of this format may have: what a file of columns is read for.
+    pub(crate) fn columns(self, source: &Source) -> Vec<String> {
+        let ours = self.fields().iter().map(|(ours, _)| *ours).filter(|ours| !OF_MESSAGES.contains(ours));
+        let names = ours.flat_map(|ours| self.names(ours, source));
+        names.chain(EXTRA).map(str::to_string).collect()
+    }
+
+    /// Those of them that may hold numbers, lists or objects: JSON, where a file has nothing but text.
+    pub(crate) fn json_columns(self, source: &Source) -> Vec<String> {
+        let ours = ["messages", "tools", "loss_weight"].into_iter();
+        ours.flat_map(|ours| self.names(ours, source)).chain(EXTRA).map(str::to_string).collect()
+    }
+
+    /// Whether columns of these names can hold rows of this format.
+    pub(crate) fn has_columns(self, source: &Source, names: &[String]) -> bool {
+        let needed: &[&str] = match self {
+            Format::Messages | Format::ShareGpt => &["messages"],
+            Format::Alpaca => &["instruction", "output"],
+            Format::PromptCompletion => &["prompt", "completion"],
+            Format::Text => &["text"],
+        };
+        needed.iter().all(|ours| self.names(ours, source).iter().any(|name| names.iter().any(|known| known == name)))
+    }
 }
+
+/// Fields that are a message's, not the row's.
+const OF_MESSAGES: [&str; 2] = ["role", "content"];
+/// What templates may see of a row beside its messages and tools: see [`Parser::extra`].
+const EXTRA: [&str; 2] = ["documents", "chat_template_kwargs"];
 
 /// A turn of a chat.
 #[derive(Clone, Debug, PartialEq)]
@@ -147,6 +185,12 @@ pub enum Reason {
     HeldOut,
     /// It belongs to the training part.
     NotHeldOut,
+    /// The weight of its data set leaves it out.
+    NotSampled,
+    /// Its data set has had as many rows as it may.
+    OverMaxRows,
+    /// The same document was kept before.
+    Duplicate,
 }
 
 impl Reason {
@@ -159,6 +203,9 @@ impl Reason {
             Reason::NoTrainedToken => "no trained token",
             Reason::HeldOut => "held out",
             Reason::NotHeldOut => "not held out",
+            Reason::NotSampled => "not sampled",
+            Reason::OverMaxRows => "over max_rows",
+            Reason::Duplicate => "duplicate",
         }
     }
 
@@ -189,7 +236,7 @@ impl RowError {
 type RowResult<T> = std::result::Result<T, RowError>;
 
 const ROLES: [&str; 5] = ["system", "developer", "user", "assistant", "tool"];
-const SKIP_HINT: &str = "fix the row, or skip bad rows with data.on_error = \"skip\"";
+pub(crate) const SKIP_HINT: &str = "fix the row, or skip bad rows with data.on_error = \"skip\"";
 
 /// Reads rows of one format with one source's own names.
 #[derive(Clone, Debug)]
@@ -220,6 +267,9 @@ impl Parser {
         if layout == Layout::Text {
             let text = utf8(bytes)?;
             return Ok(Example { content: Content::Text(text.to_string()), weight: 1.0 });
+        }
+        if let Some(error) = readers::refusal(bytes) {
+            return Err(error);
         }
         let mut row = parse_object(bytes)?;
         let name = self.name("loss_weight", &row);

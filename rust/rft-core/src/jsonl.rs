@@ -4,16 +4,11 @@
 //! Memory is bounded by one block and the longest row.
 
 use std::fs::File;
-use std::io::{self, BufRead, BufReader, Read};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard};
-
-use xxhash_rust::xxh3::Xxh3;
 
 use crate::error::{Error, Kind, Result};
-
-const READ_BYTES: usize = 1 << 18;
+use crate::readers::stream::{self, READ_BYTES, Stream, broken, read_some};
 
 /// Rows that lie one after another in a buffer of their own.
 #[derive(Debug, Default)]
@@ -44,7 +39,12 @@ impl Block {
         (*line, &self.data[range.clone()])
     }
 
-    fn push(&mut self, line: u64, bytes: &[u8]) {
+    /// Bytes of all rows.
+    pub(crate) fn bytes(&self) -> usize {
+        self.data.len()
+    }
+
+    pub(crate) fn push(&mut self, line: u64, bytes: &[u8]) {
         let start = self.data.len();
         self.data.extend_from_slice(bytes);
         self.rows.push((line, start..self.data.len()));
@@ -62,38 +62,11 @@ pub enum Layout {
     Text,
 }
 
-/// Hash and count of the file's own (compressed) bytes, taken as they pass.
-#[derive(Default)]
-struct Tap {
-    hash: Xxh3,
-    bytes: u64,
-}
-
-struct Tapped {
-    file: File,
-    tap: Arc<Mutex<Tap>>,
-}
-
-fn lock(tap: &Mutex<Tap>) -> MutexGuard<'_, Tap> {
-    tap.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
-}
-
-impl Read for Tapped {
-    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        let n = self.file.read(buffer)?;
-        let mut tap = lock(&self.tap);
-        tap.hash.update(&buffer[..n]);
-        tap.bytes += n as u64;
-        Ok(n)
-    }
-}
-
 /// A file, row by row.
 pub struct Reader {
     path: PathBuf,
     shown: String,
-    input: Box<dyn Read + Send>,
-    tap: Arc<Mutex<Tap>>,
+    input: Stream,
     layout: Layout,
     buffer: Vec<u8>,
     /// Start of what is not yet handed out.
@@ -115,22 +88,16 @@ impl Reader {
     /// Opens a file. `shown` is how messages call it.
     pub fn open(path: &Path, shown: &str) -> Result<Reader> {
         let file = File::open(path).map_err(|e| Error::io(path, "opening", &e))?;
-        let tap = Arc::new(Mutex::new(Tap::default()));
-        let tapped = Tapped { file, tap: tap.clone() };
-        let mut raw = BufReader::with_capacity(READ_BYTES, tapped);
-        let magic = raw.fill_buf().map_err(|e| Error::io(path, "reading", &e))?;
-        let input: Box<dyn Read + Send> = if magic.starts_with(&[0x1f, 0x8b]) {
-            Box::new(flate2::bufread::MultiGzDecoder::new(raw))
-        } else if magic.starts_with(&[0x28, 0xb5, 0x2f, 0xfd]) {
-            Box::new(zstd::stream::read::Decoder::with_buffer(raw).map_err(|e| Error::io(path, "reading", &e))?)
-        } else {
-            Box::new(raw)
-        };
+        let input = Stream::new(Box::new(file)).map_err(|e| broken(shown, 1, path, &e))?;
+        Reader::new(input, path, shown)
+    }
+
+    /// Rows of what is already open. `path` says by its name whether lines are texts.
+    pub(crate) fn new(input: Stream, path: &Path, shown: &str) -> Result<Reader> {
         let mut reader = Reader {
             path: path.to_path_buf(),
             shown: shown.to_string(),
             input,
-            tap,
             layout: Layout::Lines,
             buffer: Vec::new(),
             start: 0,
@@ -150,7 +117,7 @@ impl Reader {
 
     /// Bytes of the file read so far (compressed ones where it is compressed).
     pub fn bytes_read(&self) -> u64 {
-        lock(&self.tap).bytes
+        self.input.bytes_read()
     }
 
     /// Up to `max_rows` rows, and no more once they take `max_bytes`; none at the end.
@@ -169,18 +136,9 @@ impl Reader {
     }
 
     /// Reads what is left and gives the xxh3-64 of the file's own bytes and their number.
-    pub fn finish(mut self) -> Result<(u64, u64)> {
-        let mut sink = vec![0u8; READ_BYTES];
-        loop {
-            // A decoder stops at its own end; the file may hold more, which the hash has to cover.
-            match self.input.read(&mut sink) {
-                Ok(0) => break,
-                Ok(_) => {}
-                Err(e) => return Err(self.broken(&e)),
-            }
-        }
-        let tap = lock(&self.tap);
-        Ok((tap.hash.digest(), tap.bytes))
+    pub fn finish(self) -> Result<(u64, u64)> {
+        let Reader { input, shown, line, path, .. } = self;
+        input.finish().map_err(|e| broken(&shown, line, &path, &e))
     }
 
     /// Skips a byte-order mark and finds the layout.
@@ -339,28 +297,11 @@ impl Reader {
         }
         let held = self.buffer.len();
         self.buffer.resize(held + READ_BYTES, 0);
-        loop {
-            match self.input.read(&mut self.buffer[held..]) {
-                Ok(n) => {
-                    self.buffer.truncate(held + n);
-                    self.at_end = n == 0;
-                    return Ok(n > 0);
-                }
-                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                Err(e) => return Err(self.broken(&e)),
-            }
-        }
-    }
-
-    fn broken(&self, error: &io::Error) -> Error {
-        match error.kind() {
-            io::ErrorKind::InvalidData | io::ErrorKind::InvalidInput | io::ErrorKind::UnexpectedEof => Error::new(
-                Kind::Data,
-                format!("{}:{}", self.shown, self.line),
-                format!("the compressed file is damaged or cut short: {error}"),
-            ),
-            _ => Error::io(&self.path, "reading", error),
-        }
+        let n = read_some(&mut self.input, &mut self.buffer[held..])
+            .map_err(|e| broken(&self.shown, self.line, &self.path, &e))?;
+        self.buffer.truncate(held + n);
+        self.at_end = n == 0;
+        Ok(n > 0)
     }
 }
 
@@ -373,18 +314,5 @@ pub fn is_text_name(path: &Path) -> bool {
 
 /// xxh3-64 and length of a file's bytes.
 pub fn hash_file(path: &Path) -> Result<(u64, u64)> {
-    let mut file = File::open(path).map_err(|e| Error::io(path, "opening", &e))?;
-    let (mut hash, mut bytes) = (Xxh3::new(), 0u64);
-    let mut buffer = vec![0u8; 1 << 20];
-    loop {
-        match file.read(&mut buffer) {
-            Ok(0) => return Ok((hash.digest(), bytes)),
-            Ok(n) => {
-                hash.update(&buffer[..n]);
-                bytes += n as u64;
-            }
-            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-            Err(e) => return Err(Error::io(path, "reading", &e)),
-        }
-    }
+    stream::hash_of(File::open(path).map_err(|e| Error::io(path, "opening", &e))?, path)
 }

@@ -1,12 +1,10 @@
 //! The content key of a prepared set: everything that decides what is written, and nothing else.
 
-use std::path::Path;
-
 use serde_json::{Value, json};
 use xxhash_rust::xxh3::{xxh3_64, xxh3_128};
 
 use crate::error::{Error, Kind, Result};
-use crate::jsonl;
+use crate::readers;
 use crate::spec::{FORMAT_VERSION, Source, Spec};
 
 /// Version of the code that turns rows into tokens: raised when the same input gives other tokens or masks.
@@ -21,7 +19,7 @@ pub fn hex(hash: u64) -> String {
 fn source_hash(source: &Source) -> Result<String> {
     match &source.xxh3 {
         Some(hash) => Ok(hash.clone()),
-        None => jsonl::hash_file(Path::new(&source.path)).map(|(hash, _)| hex(hash)),
+        None => readers::hash(source).map(|(hash, _)| hex(hash)),
     }
 }
 
@@ -34,10 +32,13 @@ pub fn inputs(spec: &Spec, hashes: &[String]) -> Value {
         .map(|(source, hash)| {
             json!({
                 "content": hash,
-                "text_lines": jsonl::is_text_name(Path::new(&source.path)),
+                "read_as": readers::read_as(source),
                 "format": source.format,
                 "fields": source.fields,
                 "roles": source.roles,
+                "set": source.set,
+                "weight": source.weight,
+                "max_rows": source.max_rows,
             })
         })
         .collect();
@@ -58,6 +59,10 @@ pub fn inputs(spec: &Spec, hashes: &[String]) -> Value {
         "on_error": spec.on_error,
         "control_tokens": spec.control_tokens,
         "holdout": spec.holdout,
+        "dedup": spec.dedup,
+        // Another seed is another set only where something is chosen by it.
+        "seed": spec.sources.iter().any(|source| source.weight.fract() != 0.0).then_some(spec.seed),
+        "shard_bytes": spec.shard_bytes,
     })
 }
 
@@ -66,20 +71,22 @@ pub fn of_inputs(inputs: &Value) -> String {
     format!("{:032x}", xxh3_128(inputs.to_string().as_bytes()))
 }
 
+/// The hashes of all files; reads those that the caller gave none for.
+pub fn hashes(spec: &Spec) -> Result<Vec<String>> {
+    spec.sources.iter().map(source_hash).collect()
+}
+
 /// Key and inputs of a request; reads the files.
 pub fn of_spec(spec: &Spec) -> Result<(String, Value)> {
-    let hashes = spec.sources.iter().map(source_hash).collect::<Result<Vec<_>>>()?;
-    let inputs = inputs(spec, &hashes);
+    let inputs = inputs(spec, &hashes(spec)?);
     Ok((of_inputs(&inputs), inputs))
 }
 
-/// The hash that was found while reading must be the one that the caller named.
-pub fn check(source: &Source, found: &str) -> Result<()> {
-    match &source.xxh3 {
-        Some(stated) if stated != found => {
-            Err(Error::new(Kind::Data, source.shown(), "the file changed while it was read")
-                .remedy("prepare again when nothing writes to it"))
-        }
-        _ => Ok(()),
+/// The hash that was found while reading must be the one in the key.
+pub fn check(source: &Source, stated: &str, found: &str) -> Result<()> {
+    if stated == found {
+        return Ok(());
     }
+    Err(Error::new(Kind::Data, source.shown(), "the file changed while it was read")
+        .remedy("prepare again when nothing writes to it"))
 }

@@ -3,6 +3,7 @@
 mod error;
 mod plan;
 mod prepare;
+mod readers;
 mod store;
 mod stream;
 mod template;
@@ -17,6 +18,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(prepare::prepare, module)?)?;
     module.add_function(wrap_pyfunction!(prepare::store_key, module)?)?;
     module.add_function(wrap_pyfunction!(prepare::key_inputs, module)?)?;
+    module.add_function(wrap_pyfunction!(prepare::source_hashes, module)?)?;
+    module.add_function(wrap_pyfunction!(readers::archive_members, module)?)?;
     module.add_class::<template::Template>()?;
     module.add_class::<tokenizer::Tokenizer>()?;
     module.add_class::<store::Store>()?;

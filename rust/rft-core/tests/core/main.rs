@@ -7,6 +7,7 @@ mod masks;
 mod pack;
 mod plan;
 mod prepare;
+mod readers;
 mod store;
 mod stream;
 mod support;
