@@ -41,6 +41,18 @@ def key_inputs(spec: str) -> str:
 def archive_members(path: str) -> list[tuple[str, int]]:
     """Name and unpacked size of every file in a zip or tar, in its order. Refuses names that leave it, links, devices."""
 
+def fetch_remote(
+    urls: list[str], cache: str, limit: int, on_progress: Callable[[int, int], None] | None = None
+) -> list[str]:
+    """Files with the content of these URLs (s3, gs, az, http, https), fetched into `cache` where it has them not.
+
+    limit: bytes that the cache may take; the files used longest ago go first. on_progress(bytes done, bytes in all).
+    Credentials come from the environment.
+    """
+
+def list_remote(folder: str) -> list[tuple[str, int]]:
+    """URL and size of every object below a folder of s3://, gs:// or az://, sorted."""
+
 class Template:
     """A compiled chat template (minijinja)."""
 

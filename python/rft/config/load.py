@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from rft.config import schema
 from rft.config.compatibility import RULES, Rule
+from rft.config.data import REMOTE
 from rft.config.explain import explain, find_secret, nearest_path, place, show_value, unknown_set_key
 from rft.config.root import Config
 from rft.errors import ConfigError
@@ -337,15 +338,20 @@ def _check_source(path: str, where: str) -> None:
     if path == ROWS_PATH:
         return
     if "://" in path:
-        wanted = "a file, a glob or a directory on this disk"
-        raise ConfigError(where, f"{show_value(path)} is a URL", wanted=wanted, do="download it first")
+        if path.partition("://")[0] not in REMOTE:
+            wanted = "a path on this disk, or " + ", ".join(f"{scheme}://" for scheme in REMOTE)
+            raise ConfigError(where, f"{show_value(path)} is a URL of a kind that is not read", wanted=wanted)
+        return
     if glob.has_magic(path) and not os.path.exists(path):
         if not glob.glob(path, recursive=True):
             raise ConfigError(
                 where, f"nothing matches {_shown(path)}", do="check the pattern and the folder it counts from"
             )
     elif not os.path.exists(path):
-        raise _no_such(where, path)
+        parent, name = os.path.split(path)
+        hub = not os.path.isdir(parent) and not os.path.splitext(name)[1]
+        do = f"for a data set of the hub write hf://datasets/{os.path.basename(parent)}/{name}" if hub else ""
+        raise _no_such(where, path, do)
 
 
 def _no_such(where: str, path: str, do: str = "") -> ConfigError:

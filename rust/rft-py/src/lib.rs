@@ -19,6 +19,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(prepare::store_key, module)?)?;
     module.add_function(wrap_pyfunction!(prepare::key_inputs, module)?)?;
     module.add_function(wrap_pyfunction!(readers::archive_members, module)?)?;
+    module.add_function(wrap_pyfunction!(readers::fetch_remote, module)?)?;
+    module.add_function(wrap_pyfunction!(readers::list_remote, module)?)?;
     module.add_class::<template::Template>()?;
     module.add_class::<tokenizer::Tokenizer>()?;
     module.add_class::<store::Store>()?;
