@@ -26,9 +26,10 @@ def prepare(
     on_progress: Callable[[int, int, int], None] | None = None,
     render: Callable[[list[str]], list[tuple[str, list[tuple[int, int]]] | str]] | None = None,
 ) -> str:
-    """Read, render, tokenise and mask the sources of `spec` (JSON) into the store folder `out`; returns the counts as JSON.
+    """Read, render, tokenise and mask the sources of `spec` (JSON) into the store folder `out`, unless it is there.
 
-    on_progress(bytes_read, bytes_total, rows). render: in place of minijinja; takes a block of conversations (JSON each)
+    Waits for another process that writes there, and goes on where a killed one stopped. Returns the counts as
+    JSON, with `written` (False: it was there) and `resumed_rows` (done by the killed one). on_progress(bytes_read, bytes_total, rows). render: in place of minijinja; takes a block of conversations (JSON each)
     and gives for each the text and the trained spans (character offsets), or a string that is the error.
     """
 
@@ -37,6 +38,9 @@ def store_key(spec: str) -> str:
 
 def key_inputs(spec: str) -> str:
     """What goes into the key, as JSON: one entry an input with its hash."""
+
+def source_hashes(spec: str) -> list[str]:
+    """xxh3-64 (hex) of each source's content; those that name it in `xxh3` are not read."""
 
 def archive_members(path: str) -> list[tuple[str, int]]:
     """Name and unpacked size of every file in a zip or tar, in its order. Refuses names that leave it, links, devices."""

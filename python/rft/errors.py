@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+from pathlib import Path
+
 
 class RftError(Exception):
     """Base of every error that is told to the user as one block.
@@ -38,6 +41,10 @@ class ConfigError(RftError):
     """The config or the command line is wrong."""
 
     exit_code = 2
+
+
+class InUse(ConfigError):
+    """Another process is at work there."""
 
 
 class DataError(RftError):
@@ -79,3 +86,29 @@ class Stopped(RftError):
 
 def _rebuild_stopped(where: str, problem: str, wanted: str, do: str, exit_code: int) -> Stopped:
     return Stopped(where, problem, wanted=wanted, do=do, exit_code=exit_code)
+
+
+_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENFILE, errno.EMFILE, errno.ENOMEM)
+"""What the machine lacks at the moment; any other refusal of the system is about the place that the user chose."""
+
+
+def unusable_folder(key: str, folder: Path, error: OSError) -> RftError:
+    """The error for a folder that a key of the config names and that cannot be made or written.
+
+    ConfigError (exit 2), but where the machine failed: a full or broken disk (exit 1).
+    """
+    reason = error.strerror or str(error)
+    reason = reason[:1].lower() + reason[1:]
+    if error.errno in _MACHINE:
+        problem = reason if reason.startswith("the disk is full") else f"cannot be written: {reason}"
+        return RftError(str(folder), problem, do=f"free some space, or set {key} to another place")
+    taken = next((path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()), None)
+    if taken is not None:
+        problem = f"{folder} is a file" if taken == folder else f"{folder} cannot be a folder: {taken} is a file"
+        return ConfigError(key, problem, wanted="a folder", do=f"set {key} to another place")
+    return ConfigError(
+        key,
+        f"{folder} cannot be made or written: {reason}",
+        wanted="a folder that you may write to",
+        do=f"set {key} to another place",
+    )

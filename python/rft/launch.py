@@ -27,6 +27,7 @@ from typing import Any
 
 from rft import errors, log
 from rft.errors import RftError, Stopped
+from rft.ranks import launched, read_ranks
 
 GRACE_SECONDS = 10.0  # after one rank failed, until the others are killed: they may be writing down the real error
 KNOWN_GRACE_SECONDS = 2.0  # where the one that failed has named its error, there is less to wait for
@@ -49,7 +50,7 @@ def launch(
     """
     if worker is not None:
         return _as_launched_worker(work, worker)
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if launched():
         return _as_foreign_worker(work)
     if cpu_ranks is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -186,8 +187,8 @@ class Launcher:
             if codes[0] == 1:  # it has said why: the save took too long
                 return 1
             raise Stopped(
-                "stop",
-                f"{self.received.name} arrived before the first step: nothing to save",
+                "",
+                f"by {self.received.name}, before the first step: nothing to save",
                 exit_code=128 + self.received,
             )
         rank = silent[0] if silent else next(rank for rank, code in enumerate(codes) if code)
@@ -251,8 +252,12 @@ def _as_launched_worker(work: Callable[[], int | None], worker: str) -> int:
 
 def _as_foreign_worker(work: Callable[[], int | None]) -> int:
     """Under torchrun or the like: of errors that all ranks meet, the first to get here speaks; the others only end."""
-    rank = int(os.environ["RANK"])
-    log.set_rank(rank)
+    ranks = read_ranks()
+    log.set_rank(ranks.rank)
+    if ranks.world_size > 1:
+        signal.signal(
+            signal.SIGTERM, signal.SIG_DFL
+        )  # until training listens: a collective would not let Python hear it
     try:
         return int(work() or 0)
     except RftError as error:

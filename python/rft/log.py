@@ -20,6 +20,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from rft.errors import RftError
+from rft.ranks import plain_number
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -33,7 +36,7 @@ class _State:
 
     def __init__(self) -> None:
         self.verbosity = 0
-        self.rank = int(os.environ.get("RANK", "0") or 0)
+        self.rank = plain_number("RANK", 0)
         self.lines_to_stderr = False
         self.out: TextIO | None = None  # None = sys.stdout of the moment, so that capturing tests see it
         self.err: TextIO | None = None
@@ -95,9 +98,23 @@ def warn(text: str, *, do: str = "", all_ranks: bool = False) -> None:
 
 def error(text: str) -> None:
     """An error block on stderr, from any rank. `text`: lines, the first without a label."""
-    _write_run_log("error", text)
+    _block("error", text)
+
+
+def stopped(text: str) -> None:
+    """As `error`, for an end that the user asked for: nothing is wrong."""
+    _block("stopped", text)
+
+
+def _block(label: str, text: str) -> None:
+    _write_run_log(label, text)
     stream = _err()
-    _write(stream, _layout("error", mask(text), stream, width=7))
+    _write(stream, _layout(label, mask(text), stream, width=len(label) + 2))
+
+
+def record(label: str, text: str) -> None:
+    """A line for run.log alone, such as the error that ends the run and is shown by whoever called."""
+    _write_run_log(label, text)
 
 
 def trace(error: BaseException) -> None:
@@ -112,7 +129,7 @@ def trace(error: BaseException) -> None:
 def _emit(label: str, text: str, *, at: int, all_ranks: bool) -> None:
     if _state.rank and not all_ranks:
         return
-    if all_ranks and (_state.rank or int(os.environ.get("WORLD_SIZE", "1") or 1) > 1):
+    if all_ranks and (_state.rank or plain_number("WORLD_SIZE", 1) > 1):
         text = f"rank {_state.rank}: {text}"
     _write_run_log(label, text)
     if _state.verbosity < at:
@@ -164,9 +181,42 @@ def _err() -> TextIO:
     return _state.err or sys.stderr
 
 
+def open_closed_streams() -> None:
+    """Streams that the caller has closed (`>&-`) lead nowhere, rather than to the first file that is opened. At start-up."""
+    for fd, name in ((0, "stdin"), (1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            os.dup2(null, fd)
+            if null != fd:
+                os.close(null)
+            os.set_inheritable(fd, True)
+            setattr(sys, name, open(fd, "r" if fd == 0 else "w", closefd=False))  # noqa: SIM115 - for the process's life
+
+
 def stdout() -> TextIO:
-    """The user's stdout, also while library noise is captured. For machine-readable output and generated text."""
+    """The user's stdout, also while library noise is captured."""
     return _state.out or sys.stdout
+
+
+def output(text: str) -> None:
+    """Write what the user asked for (JSON, a config, generated text) to stdout as it is.
+
+    Raises RftError where it cannot be written: there, nothing was done. A reader that has gone away (`| head`) is no error.
+    """
+    stream = stdout()
+    try:
+        try:
+            stream.write(text)
+        except UnicodeEncodeError:
+            stream.write(_encodable(text, stream))
+        stream.flush()
+    except BrokenPipeError:
+        discard(stream)
+    except OSError as error:
+        discard(stream)
+        raise RftError(
+            "stdout", f"cannot be written: {reason(error)}", do="send it to another file, or free some space there"
+        ) from None
 
 
 def is_terminal(stream: TextIO | None = None) -> bool:
@@ -194,17 +244,34 @@ def console() -> Console:
 
 
 def _write(stream: TextIO, text: str) -> None:
+    """A line of ours. Where it cannot be written the command goes on: its result is on disk, and run.log has the line."""
     try:
-        stream.write(text)
+        try:
+            stream.write(text)
+        except UnicodeEncodeError:  # a terminal without UTF-8 still gets the words
+            stream.write(_encodable(text, stream))
         stream.flush()
     except BrokenPipeError:  # `rft ... | head`: the reader has seen enough
-        _discard(stream)
-    except UnicodeEncodeError:  # a terminal without UTF-8 still gets the words
-        stream.write(text.encode(stream.encoding or "ascii", "replace").decode(stream.encoding or "ascii"))
-        stream.flush()
+        discard(stream)
+    except OSError as error:
+        discard(stream)
+        if stream is not _err():
+            warn(f"stdout cannot be written ({reason(error)}): nothing more is shown there")
 
 
-def _discard(stream: TextIO) -> None:
+def _encodable(text: str, stream: TextIO) -> str:
+    encoding = stream.encoding or "ascii"
+    return text.encode(encoding, "replace").decode(encoding)
+
+
+def reason(error: OSError) -> str:
+    """What the system says, as a part of a sentence: `no space left on device`."""
+    text = error.strerror or str(error)
+    return text[:1].lower() + text[1:]
+
+
+def discard(stream: TextIO) -> None:
+    """Whatever is still written to the stream leads nowhere."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())

@@ -63,3 +63,35 @@ def test_anything_else_is_refused_with_what_is_wanted(tmp_path, monkeypatch, pat
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"adapter_config\.json"):
         find_target(path)
+
+
+def test_a_checkpoint_and_a_folder_of_runs_point_at_the_run(tmp_path):
+    run = a_run(tmp_path / "run", final=ADAPTER)
+    step = run / "checkpoints" / "step-4"
+    step.mkdir(parents=True)
+    for name in ("complete.json", "config.json"):  # the latter is the run's, not a model's
+        (step / name).write_text("{}")
+    for path, problem in (
+        (step, "is a checkpoint"),
+        (step.parent, "holds the checkpoints of a run"),
+        (tmp_path, "is no run, but holds one"),
+    ):
+        with pytest.raises(ConfigError) as raised:
+            find_target(str(path))
+        assert raised.value.problem.startswith(problem)
+        assert str(run) in raised.value.do
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"base_model_name_or_path": 3}', "[" * 9000])
+def test_an_adapter_config_that_is_something_else_is_refused_by_name(tmp_path, text):
+    (tmp_path / "adapter_config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"adapter_config\.json: is not"):
+        find_target(str(tmp_path))
+
+
+def test_a_resolved_config_that_was_changed_by_hand_is_refused_by_name(tmp_path):
+    run = a_run(tmp_path / "run", final=ADAPTER)
+    for text in ('model = "x"\n', "[model]\npath = 3\n", '[model]\npath = "x"\nnope = 1\n'):
+        (run / "config.resolved.toml").write_text(text)
+        with pytest.raises(ConfigError, match=r"config\.resolved\.toml: its"):
+            find_target(str(run))

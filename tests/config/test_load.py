@@ -95,7 +95,10 @@ def test_a_number_is_taken_in_every_way_toml_writes_it(folder, line, value):
         ("train", "epochs = inf", "train.epochs", "inf is not a finite number", "a number above 0 and of at most 10000", ""),
         ("train", "epochs = nan", "train.epochs", "nan is not a finite number", "a number above 0 and of at most 10000", ""),
         ("optim", "betas = [0.9, 1.5]", "optim.betas.1", "1.5 is out of range", "a number of at least 0 and below 1", ""),
-        ("log", 'tags = "a"', "log.tags", '"a" is a string', "a list of strings", ""),
+        ("log", 'tags = "a"', "log.tags", '"a" is a string', "a list of strings", 'write tags = ["a"]'),
+        ("log", 'trackers = "wandb"', "log.trackers", '"wandb" is a string, not a list',
+         'a list of names ("tensorboard", "wandb", "mlflow" or "trackio")', 'write trackers = ["wandb"]'),
+        ("data", "seq_len = 1", "data.seq_len", "1 is out of range", "an integer of at least 2", ""),
     ],
 )  # fmt: skip
 def test_a_wrong_type_is_named_with_the_type_that_is_wanted(folder, table, line, key, given, wanted, do):
@@ -227,10 +230,8 @@ def test_a_missing_model_or_data_shows_the_lines_to_add(folder):
         (["data.train.0.path=none/*.jsonl"], "data.train.0.path", "nothing matches none/*.jsonl",
          "check the pattern and the folder it counts from"),
         (["data.template=chat.jinja"], "data.template", "chat.jinja does not exist", "check the spelling"),
-        (["model.path=./missing"], "model.path", "missing does not exist",
-         "give a folder with config.json and .safetensors files, a .gguf file, or a hub id (organisation/name)"),
-        (["model.path=model.gguf"], "model.path", "model.gguf does not exist",
-         "give a folder with config.json and .safetensors files, a .gguf file, or a hub id (organisation/name)"),
+        (["model.path=./missing"], "model.path", "missing does not exist", "check the spelling"),
+        (["model.path=model.gguf"], "model.path", "model.gguf does not exist", "check the spelling"),
         (["data.train.0.path=ftp://example.com/rows.jsonl"], "data.train.0.path",
          '"ftp://example.com/rows.jsonl" is a URL of a kind that is not read', ""),
     ],
@@ -333,3 +334,119 @@ def test_a_config_made_in_python_is_checked_like_a_file(folder, monkeypatch):
     both = made.model_copy(update={"train": made.train.model_copy(update={"accumulate": 2, "tokens_per_step": 2})})
     with pytest.raises(ConfigError, match="both say how large an optimizer step is"):
         load_config(both)
+
+
+# ---- what says nothing, or cannot be
+
+
+@pytest.mark.parametrize(
+    ("key", "do"),
+    [
+        ("model.path", "give it a value"),
+        ("model.revision", "give it a value, or take the key out"),
+        ("train.out", "give it a value, or take the key out"),
+        ("data.store", "give it a value, or take the key out"),
+        ("data.template", "give it a value, or take the key out"),
+        ("adapter.path", "give it a value, or take the key out"),
+        ("log.project", "give it a value, or take the key out"),
+        ("data.train.0.path", "give it a value"),
+    ],
+)
+def test_an_empty_string_is_refused_under_every_key(folder, key, do):
+    error = refusal(folder, MINIMAL, f'{key}=""')
+    assert (error.where, error.problem, error.do) == (f"--set {key}", "is empty", do)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("log.trackers", '["wandb", "wandb"]'),
+        ("log.tags", '["wandb", "x", "wandb"]'),
+        ("adapter.targets", '["wandb", "wandb"]'),
+        ("adapter.modules_to_save", '["wandb", "wandb"]'),
+        ("model.add_tokens", '["wandb", "wandb"]'),
+    ],
+)
+def test_a_name_that_stands_in_a_list_twice_is_refused(folder, key, value):
+    error = refusal(folder, MINIMAL, f"{key}={value}")
+    assert error.problem == f'{value} is a list with "wandb" more than once'
+
+
+@pytest.mark.parametrize("key", ["train.out", "data.store", "model.path", "adapter.path", "data.train.0.path"])
+def test_a_path_that_no_file_can_have_is_refused(folder, key):
+    assert "holds a NUL character" in refusal(folder, MINIMAL, f'{key}="a\\u0000b"').problem
+    error = refusal(folder, MINIMAL, f'{key}="~no-such-user-here/x"')
+    assert (error.where, error.problem) == (f"--set {key}", "~no-such-user-here is no user's home here")
+
+
+def test_a_name_that_is_not_utf_8_is_refused_before_it_has_to_be_written_down(tmp_path):
+    import os
+
+    path = os.fsdecode(os.fsencode(tmp_path) + b"/a\xffb.toml")
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    Path(path).write_text(MINIMAL)
+    with pytest.raises(ConfigError, match="is not UTF-8"):
+        load_config(path)
+
+
+@pytest.mark.parametrize(
+    "text", ["a = " + "[" * 5000 + "]" * 5000, ".".join("a" * 3000) + " = 1", "a = " + "[" * 40 + "]" * 40]
+)
+def test_tables_in_tables_without_end_are_refused(folder, text):
+    for error in (refusal(folder, text), refusal(folder, MINIMAL, text.replace(" = ", "=", 1))):
+        assert (error.problem, error.wanted) == ("tables or lists are nested too deeply", "at most 32 levels")
+    deep: dict = {}
+    for _ in range(5000):
+        deep = {"a": deep}
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        load_config(deep)
+
+
+@pytest.mark.parametrize("key", ["data.train.0.path", "data.template", "model.path"])
+def test_what_is_there_and_of_no_use_is_called_by_its_name(folder, key):
+    import os
+
+    os.mkfifo(folder / "pipe")
+    (folder / "link.jinja").symlink_to("nowhere")
+    text = MINIMAL.replace("rows.jsonl", str(folder / "rows.jsonl"))
+    assert refusal(folder, text, f"{key}={folder}/pipe").problem.endswith("pipe is a pipe")
+    problem = refusal(folder, text, f"{key}={folder}/link.jinja").problem
+    assert problem.endswith("link.jinja is a link to nowhere, which does not exist")
+
+
+def test_a_config_that_is_a_dangling_link_is_no_suggestion_of_itself(folder):
+    (folder / "chat.toml").symlink_to("nowhere.toml")
+    with pytest.raises(ConfigError) as caught:
+        load_config(folder / "chat.toml")
+    assert (caught.value.problem, caught.value.do) == ("is a link to nowhere.toml, which does not exist", "")
+
+
+# ---- words of other programs, and everything at once
+
+
+@pytest.mark.parametrize(
+    ("text", "problem", "do"),
+    [
+        (MINIMAL + "[lora]\nr = 8\n", "unknown table or key 'lora'; here it is [adapter]", ""),
+        (MINIMAL + "[logging]\nevery_steps = 8\n", "unknown table or key 'logging'; here it is [log]", ""),
+        ('model.path = "x"\ndata.train = "rows.jsonl"\n', '"rows.jsonl" is a string, not a list',
+         'write the table [[data.train]] with path = "rows.jsonl"'),
+        ('model.path = "x"\ndata.train = ["rows.jsonl"]\n', '"rows.jsonl" is a string',
+         'write the table [[data.train]] with path = "rows.jsonl"'),
+    ],
+)  # fmt: skip
+def test_the_usual_other_spellings_are_told_ours(folder, text, problem, do):
+    error = refusal(folder, text)
+    assert (error.problem, error.do) == (problem, do)
+
+
+def test_a_string_for_a_list_by_set_says_how_to_write_it(folder):
+    assert refusal(folder, MINIMAL, "log.trackers=wandb").do == "--set 'log.trackers=[\"wandb\"]'"
+    assert refusal(folder, MINIMAL, "data.train=rows.jsonl").do == "--set data.train.0.path=rows.jsonl"
+
+
+def test_a_secret_does_not_hide_the_other_errors(folder):
+    error = refusal(folder, MINIMAL + '[optim]\nlr = "x"\n[log]\nwandb_api_key = "abcdefgh12345"\nprojct = "a"\n')
+    places = [one.where for one in (error, *error.others)]
+    assert places == ["chat.toml: log.wandb_api_key", "chat.toml: optim.lr", "chat.toml: log"]
+    assert not any("abcdefgh12345" in str(one) for one in (error, *error.others))

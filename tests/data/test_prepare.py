@@ -94,30 +94,99 @@ def test_one_byte_changed_with_size_and_time_kept_is_noticed(tmp_path, files):
     assert (second["reused"], second["key"] != first["key"]) == (False, True)
 
 
+def source(path, **keys):
+    return {"path": str(path), "name": None, "format": "auto", "fields": {}, "roles": {}, "set": 0, **keys}
+
+
 def test_content_is_not_read_again_where_nothing_about_the_file_changed(tmp_path, monkeypatch):
     folder = SetFolder(tmp_path / "sets")
     path = write_rows(tmp_path / "a.jsonl", [chat("one", "1")])
     monkeypatch.setattr("rft.data.folder._RACY_NS", 0)
     calls = []
 
-    def compute():
-        calls.append(1)
-        return "key"
+    def compute(given):
+        calls.append(given)
+        return "hash"
 
     for _ in range(3):
-        assert folder.known_key("spec", [path], compute) == "key"
+        assert folder.known_hashes([source(path), source(path, set=1)], compute) == ["hash", "hash"]
     assert len(calls) == 1
-    folder.known_key("other spec", [path], compute)
+    folder.known_hashes([source(path, format="text")], compute)
     os.utime(path)
-    folder.known_key("spec", [path], compute)
+    folder.known_hashes([source(path)], compute)
     assert len(calls) == 3
 
 
 def test_file_written_just_now_is_not_trusted_by_its_time(tmp_path):
     folder = SetFolder(tmp_path / "sets")
     path = write_rows(tmp_path / "a.jsonl", [chat("one", "1")])
-    keys = iter("ab")
-    assert [folder.known_key("spec", [path], lambda: next(keys)) for _ in range(2)] == ["a", "b"]
+    hashes = iter("ab")
+    assert [folder.known_hashes([source(path)], lambda _: next(hashes)) for _ in range(2)] == [["a"], ["b"]]
+
+
+@pytest.fixture
+def settled(tmp_path, files, monkeypatch):
+    """Two files, prepared one by one, with notes of their hashes."""
+    monkeypatch.setattr("rft.data.folder._RACY_NS", 0)
+    write_rows(tmp_path / "a.jsonl", some_chats(30))
+    write_rows(tmp_path / "b.jsonl", some_chats(20, seed=1))
+    made = {name: part(prepare(config(tmp_path, name), files)) for name in ("a.jsonl", "b.jsonl")}
+    notes = sorted((tmp_path / "sets" / "known").glob("file-*"))
+    assert len(notes) == 2
+    return made, notes
+
+
+@pytest.mark.parametrize("harm", ["swap", "zeros", "empty", "one digit", "binary", "a folder"])
+def test_notes_of_hashes_that_were_changed_by_hand_are_not_believed(tmp_path, files, settled, harm):
+    made, (one, other) = settled
+    first, second = one.read_bytes(), other.read_bytes()
+    answer = json.loads(first)["answer"]
+    harmed = {
+        "swap": second,
+        "zeros": b"0" * 32,
+        "empty": b"",
+        "one digit": first.replace(answer.encode(), bytes([answer.encode()[0] ^ 1]) + answer.encode()[1:]),
+        "binary": bytes(range(128, 256)),
+    }
+    if harm == "a folder":
+        one.unlink()
+        one.mkdir()
+        one.rmdir()
+    else:
+        one.write_bytes(harmed[harm])
+    if harm == "swap":
+        other.write_bytes(first)
+    for name, before in made.items():
+        again = part(prepare(config(tmp_path, name), files))
+        assert (again["key"], again["kept"], again["reused"]) == (before["key"], before["kept"], True)
+    assert sorted([one.read_bytes(), other.read_bytes()]) == sorted([first, second]), "they are mended"
+
+
+def test_sets_that_changed_places_by_hand_are_not_taken_for_each_other(tmp_path, files):
+    """Held-out rows would be trained on."""
+    write_rows(tmp_path / "a.jsonl", some_chats(80))
+    data = config(tmp_path, eval_fraction=0.3)
+    first = prepare(data, files)
+    train, held = Path(part(first)["store"]), Path(part(first, "eval")["store"])
+    train.rename(tmp_path / "aside")
+    held.rename(train)
+    (tmp_path / "aside").rename(held)
+    again = prepare(data, files)
+    assert (part(again)["reused"], part(again, "eval")["reused"]) == (False, False)
+    assert documents(again.train) == documents(first.train)
+    assert documents(again.eval) == documents(first.eval)
+
+
+def test_sets_of_an_older_format_are_told_and_made_anew(tmp_path, files, two_sets, capsys):
+    older = tmp_path / "sets" / ("0" * 32)
+    older.mkdir()
+    (older / "manifest.json").write_text('{"format": "rft-store", "format_version": 1}')
+    prepare(config(tmp_path, "b.jsonl"), files)
+    told = " ".join(capsys.readouterr().out.split())
+    assert "1 prepared sets" in told
+    assert "prune" in told
+    prepare(config(tmp_path, "b.jsonl"), files)
+    assert capsys.readouterr().out == ""
 
 
 def test_order_of_files_and_rows_is_part_of_the_key(tmp_path, files, two_sets):
@@ -153,7 +222,7 @@ def test_bad_row_stops_with_file_line_and_what_to_do(tmp_path, files):
         prepare(config(tmp_path), files)
     assert "a.jsonl:2" in raised.value.where
     assert "assistant" in raised.value.wanted
-    assert not list((tmp_path / "sets").glob("*.tmp-*"))
+    assert not list((tmp_path / "sets").glob("*.part"))
 
 
 def test_base_model_without_a_template_names_the_built_in_ones(tmp_path):
@@ -284,6 +353,8 @@ from rft.data.prepare import prepare
 folder = Path({folder!r})
 files = tiny_files(folder / "tokenizer")
 data = DataConfig(train=[SourceConfig(path=str(folder / "a.jsonl"))], store=str(folder / "sets"))
+import rft.data.prepare
+rft.data.prepare.SHARD_BYTES = {shard_bytes}
 print("ready", flush=True)
 sys.stdin.readline()
 made = prepare(data, files, lead={lead})
@@ -292,7 +363,7 @@ print(made.report["train"]["reused"], made.train.num_documents, made.train.key, 
 
 
 def start(tmp_path, lead=True):
-    code = PREPARE.format(tests=str(ROOT / "tests"), folder=str(tmp_path), lead=lead)
+    code = PREPARE.format(tests=str(ROOT / "tests"), folder=str(tmp_path), lead=lead, shard_bytes=20_000)
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "python")}
     process = subprocess.Popen(
         [sys.executable, "-P", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
@@ -316,26 +387,52 @@ def test_two_processes_at_once_write_one_set(tmp_path, files):
     assert sorted(answer[0] for answer in answers) == ["False", "True", "True"]
     assert answers[2][0] == "True"  # the one that was told to wait
     assert len({tuple(answer[1:]) for answer in answers}) == 1
-    assert len([path for path in (tmp_path / "sets").iterdir() if path.is_dir() and path.name != "known"]) == 1
+    assert len([path for path in (tmp_path / "sets").iterdir() if path.name != "known"]) == 1
 
 
-@pytest.mark.parametrize("moment", [0.0, 0.05])
-def test_killed_while_preparing_the_next_run_prepares_anew(tmp_path, files, moment):
-    write_rows(tmp_path / "a.jsonl", some_chats(6000))
+def content(store):
+    return {path.name: path.read_bytes() for path in Path(store).iterdir()}
+
+
+def kill_at(tmp_path, seconds):
+    """Prepare in another process, killed this long after it began; whether it was still at it."""
     process = start(tmp_path)
     go(process)
-    deadline = time.monotonic() + 20
-    while not list((tmp_path / "sets").glob("*.tmp-*")) and process.poll() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    time.sleep(moment)
-    process.send_signal(signal.SIGKILL)
+    try:
+        process.wait(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGKILL)
     process.communicate(timeout=20)
+    return process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    "instants", [3, pytest.param(50, marks=pytest.mark.slow)], ids=["three instants", "fifty instants"]
+)
+def test_killed_while_preparing_the_next_run_ends_with_the_same_bytes(tmp_path, files, monkeypatch, instants):
+    """kill -9 at random instants; after each the set is completed and compared with one that was made in one go."""
+    import random
+    import shutil
+
+    monkeypatch.setattr("rft.data.prepare.SHARD_BYTES", 20_000)
+    write_rows(tmp_path / "a.jsonl", some_chats(4000))
     data = config(tmp_path)
-    made = prepare(data, files)
-    assert made.train.num_documents == 6000
-    assert not list((tmp_path / "sets").glob("*.tmp-*"))
-    assert part(prepare(data, files))["reused"]
+    began = time.perf_counter()
+    store = part(prepare(data, files))["store"]
+    seconds = time.perf_counter() - began
+    whole = content(store)
+    assert len(whole) > 10
+    pick = random.Random(instants)
+    killed = resumed = 0
+    for _ in range(instants):
+        shutil.rmtree(store)
+        killed += kill_at(tmp_path, pick.uniform(0.05, 1.0) * seconds)
+        resumed += bool(list((tmp_path / "sets").glob("*.part/*.json")))
+        assert part(prepare(data, files))["kept"] == 4000
+        assert content(store) == whole
+        assert [path.name for path in (tmp_path / "sets").iterdir() if path.name != "known"] == [Path(store).name]
+    assert killed >= instants / 3
+    assert resumed >= instants / 5, "some had complete shards to go on from"
 
 
 def test_damaged_set_is_written_again(tmp_path, files, two_sets):
@@ -372,15 +469,35 @@ def test_full_disk_is_told_with_the_place_and_leaves_nothing_behind(tmp_path, fi
     assert str(small_disk) in str(raised.value)
     assert "data.store" in raised.value.do
     assert raised.value.exit_code == 1
-    assert not list((small_disk / "sets").glob("*.tmp-*"))
+    assert not list((small_disk / "sets").glob("*.part"))
+    assert not list((small_disk / "sets").glob("*.part"))
     write_rows(tmp_path / "a.jsonl", some_chats(50))
     assert prepare(data, files).train.num_documents == 50
+
+
+def test_full_disk_leaves_the_shards_that_are_complete_and_the_next_run_goes_on(
+    tmp_path, files, small_disk, monkeypatch, capsys
+):
+    monkeypatch.setattr("rft.data.prepare.SHARD_BYTES", 20_000)
+    write_rows(tmp_path / "a.jsonl", some_chats(3000))
+    data = config(tmp_path).model_copy(update={"store": str(small_disk / "sets")})
+    with pytest.raises(RftError, match="no space left") as raised:
+        prepare(data, files)
+    assert "complete shards are kept" in raised.value.problem
+    (unfinished,) = (small_disk / "sets").glob("*.part")
+    assert not list(unfinished.glob("*.tmp"))
+    subprocess.run(["mount", "-o", "remount,size=4m", str(small_disk)], check=True)
+    made = prepare(data, files)
+    assert made.train.num_documents == 3000
+    assert "went on behind" in " ".join(capsys.readouterr().out.split())
+    elsewhere = prepare(config(tmp_path), files)
+    assert content(part(made)["store"]) == content(part(elsewhere)["store"])
 
 
 def test_file_size_limit_is_told_like_a_full_disk(tmp_path, files):
     write_rows(tmp_path / "a.jsonl", some_chats(3000))
     code = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000));" + PREPARE.format(
-        tests=str(ROOT / "tests"), folder=str(tmp_path), lead=True
+        tests=str(ROOT / "tests"), folder=str(tmp_path), lead=True, shard_bytes=None
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "python")}
     done = subprocess.run(
@@ -389,13 +506,63 @@ def test_file_size_limit_is_told_like_a_full_disk(tmp_path, files):
     assert done.returncode == 1
     assert "RftError" in done.stderr
     assert "data.store" in done.stderr
-    assert not list((tmp_path / "sets").glob("*.tmp-*"))
+    assert not list((tmp_path / "sets").glob("*.part"))
 
 
-def test_folder_that_cannot_be_made_is_an_error(tmp_path, files):
+@pytest.mark.parametrize("name", ["file", "file/sets"])
+def test_store_that_is_a_file_is_a_wrong_config(tmp_path, files, name):
     (tmp_path / "file").write_text("")
     write_rows(tmp_path / "a.jsonl", some_chats(3))
-    data = config(tmp_path).model_copy(update={"store": str(tmp_path / "file" / "sets")})
-    with pytest.raises(RftError, match="cannot be written") as raised:
+    data = config(tmp_path).model_copy(update={"store": str(tmp_path / name)})
+    with pytest.raises(ConfigError, match="is a file") as raised:
         prepare(data, files)
-    assert "data.store" in raised.value.do
+    assert (raised.value.where, raised.value.exit_code) == ("data.store", 2)
+
+
+# ---- several sources
+
+
+def sources(tmp_path, *keys, **data):
+    """A config with a data set of 200 chats for each dict of keys."""
+    configs = []
+    for number, own in enumerate(keys):
+        path = write_rows(tmp_path / f"{number}.jsonl", some_chats(200, seed=number))
+        configs.append(SourceConfig(path=str(path), **own))
+    return DataConfig(train=configs, store=str(tmp_path / "sets"), **data)
+
+
+def test_weights_and_max_rows_say_how_often_each_data_set_is_used(tmp_path, files):
+    data = sources(tmp_path, {"weight": 0.25}, {"weight": 2.0}, {"max_rows": 30}, {})
+    report = part(prepare(data, files))
+    kept = [source["kept"] for source in report["sources"]]
+    assert 30 < kept[0] < 75
+    assert kept[1:] == [200, 30, 200]
+    assert report["dropped"] == {"not sampled": 200 - kept[0], "over max_rows": 170}
+    assert (report["repeats"], report["documents"]) == (200, sum(kept) + 200)
+    (sentence,) = describe({"train": {**report, "plan": None}, "eval": None, "template": None})
+    assert f"(not sampled {200 - kept[0]}, over max_rows 170)" in sentence
+    assert "200 repeats by weight" in sentence
+
+
+def test_the_seed_chooses_the_rows_and_nothing_where_none_are_chosen(tmp_path, files):
+    chosen = [part(prepare(sources(tmp_path, {"weight": 0.5}), files, seed=seed)) for seed in (0, 1, 0)]
+    assert chosen[0]["key"] == chosen[2]["key"] != chosen[1]["key"]
+    whole = [part(prepare(sources(tmp_path, {"weight": 2}), files, seed=seed)) for seed in (0, 1)]
+    assert whole[0]["key"] == whole[1]["key"]
+
+
+def test_held_out_rows_are_not_repeated_by_a_weight(tmp_path, files):
+    made = prepare(sources(tmp_path, {"weight": 3.0}, eval_fraction=0.2), files)
+    assert made.train.num_documents == 3 * part(made)["kept"]
+    assert made.eval.num_documents == part(made, "eval")["kept"]
+    assert part(made)["kept"] + part(made, "eval")["kept"] == 200
+
+
+def test_exact_duplicates_go_on_request_and_are_counted(tmp_path, files):
+    rows = some_chats(40)
+    write_rows(tmp_path / "a.jsonl", [*rows, *rows[:15], {**rows[0], "id": 7}])
+    plain = part(prepare(config(tmp_path), files))
+    assert (plain["kept"], plain["dropped"]) == (56, {})
+    clean = prepare(config(tmp_path, dedup=True), files)
+    assert (part(clean)["kept"], part(clean)["dropped"]) == (40, {"duplicate": 16})
+    assert len(set(documents(clean.train))) == 40

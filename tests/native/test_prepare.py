@@ -24,7 +24,7 @@ def request(folder: Path, rows: list, template: str = CHATML, **options) -> dict
         "vocab_size": files.vocab_size,
     }
     source = {"path": str(write_rows(folder / "rows.jsonl", rows))}
-    return {"format_version": 1, "sources": [source], "tokenizer": tokenizer, "template": template, **options}
+    return {"format_version": 2, "sources": [source], "tokenizer": tokenizer, "template": template, **options}
 
 
 def render_with_jinja2(template: str):
@@ -55,8 +55,11 @@ def test_a_python_renderer_is_called_in_blocks_and_gives_the_same_set(tmp_path):
     assert (counts["tokens"], counts["trained_tokens"]) == (again["tokens"], again["trained_tokens"])
     assert calls == [2, calls[1]], "a probe of two, then one block"
     assert calls[1] > 300
-    for name in ("tokens.bin", "mask.bin"):
-        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    one, other = (_native.Store(str(tmp_path / name)) for name in "ab")
+    for index in range(one.num_documents):
+        assert [part.tolist() for part in one.document(index)[:2]] == [
+            part.tolist() for part in other.document(index)[:2]
+        ]
 
 
 def test_character_offsets_of_a_renderer_are_those_of_python(tmp_path):
@@ -145,15 +148,34 @@ def test_the_key_can_be_printed_and_told_before_preparing(tmp_path):
     assert _native.Store(str(tmp_path / "set")).key == key
 
 
-def test_a_reader_written_from_the_documentation_reads_the_set(tmp_path):
-    """The program in docs/store-format.md, run."""
-    spec = request(tmp_path, some_chats(5))
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_reader_written_from_the_documentation_reads_the_set(tmp_path, weighted):
+    """The program in docs/store-format.md, run on a set of several shards: plain numpy, nothing of rft."""
+    rows = [*some_chats(120), {"messages": [{"role": "assistant", "content": "x " * 400}]}, *some_chats(30, seed=1)]
+    if weighted:
+        rows[40]["messages"][-1]["loss_weight"] = 0.5
+    spec = request(tmp_path, rows, shard_bytes=5000)
     _native.prepare(json.dumps(spec), str(tmp_path / "set"))
     page = (Path(__file__).parents[2] / "docs" / "store-format.md").read_text("utf-8")
-    program = page.rsplit("```python\n", 1)[1].split("```")[0].replace('"..."', repr(str(tmp_path / "set")))
+    program = page.rsplit("```python\n", 1)[1].split("```")[0]
     names: dict = {}
     exec(program, names)
-    ids, trained = names["first_document"]
-    wanted, bits, _ = _native.Store(str(tmp_path / "set")).document(0)
-    assert ids.tolist() == wanted.tolist()
-    assert trained.tolist() == bits.tolist()
+    documents = list(names["read"](tmp_path / "set"))
+    store = _native.Store(str(tmp_path / "set"))
+    assert len(list((tmp_path / "set").glob("data-*.rft"))) > 3
+    assert len(documents) == store.num_documents == 151
+    for index, (ids, trained, weights, origin) in enumerate(documents):
+        wanted, bits, factors = store.document(index)
+        assert ids.tolist() == wanted.tolist()
+        assert trained.tolist() == bits.tolist()
+        assert weights.tolist() == ([1.0] * len(ids) if factors is None else factors.tolist())
+        assert origin == store.origin(index)
+    hashes = names.get("check")
+    assert hashes is not None
+    hashes(tmp_path / "set")
+    shard = tmp_path / "set" / "data-00001.rft"
+    content = bytearray(shard.read_bytes())
+    content[5000] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(AssertionError):
+        hashes(tmp_path / "set")

@@ -123,7 +123,7 @@ def test_a_spelled_token_changes_no_other_token_of_a_chat(name, tmp_path):
     rows = [{"messages": [{"role": "assistant", "content": text}]} for text in (spelled, plain)]
     source.write_text("\n".join(json.dumps(row) for row in rows))
     spec = {
-        "format_version": 1,
+        "format_version": 2,
         "sources": [{"path": str(source)}],
         "tokenizer": {"json": theirs.to_str(), "eos_id": 2, "vocab_size": 1000},
         "template": template,

@@ -76,9 +76,11 @@ def model_config(model_dir: Path, tmp_path: Path, **tables: dict[str, Any]) -> C
     return Config.model_validate(base)
 
 
-def model_job(model_dir: Path, tmp_path: Path, world: World = ONE_PROCESS, **tables: dict[str, Any]) -> Job:
+def model_job(
+    model_dir: Path, tmp_path: Path, world: World = ONE_PROCESS, kernels: bool | None = None, **tables: dict[str, Any]
+) -> Job:
     """Everything that is decided before weights are read. The model's folder holds a tokenizer too."""
-    return inspect_job(model_config(model_dir, tmp_path, **tables), world)
+    return inspect_job(model_config(model_dir, tmp_path, **tables), world, kernels=kernels)
 
 
 def model_run(
@@ -89,10 +91,11 @@ def model_run(
     eval_packs: Sequence[Batch] = (),
     packs_per_step: int = 1,
     world: World = ONE_PROCESS,
+    kernels: bool | None = None,
     **tables: dict[str, Any],
 ) -> Run:
     """A run that is ready for its first step; the run directory exists."""
-    job = model_job(model_dir, tmp_path, world, **tables)
+    job = model_job(model_dir, tmp_path, world, kernels, **tables)
     be_deterministic(job)
     seed_everything(job.config.train.seed)
     trainee = build_trainee(job)

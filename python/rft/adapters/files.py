@@ -104,7 +104,14 @@ def load_adapter(model: Any, directory: str | Path, *, local_part=whole) -> None
                     )
                 local, part = local_part(parameter)
                 if local.numel():
-                    local.copy_(handle.get_slice(name)[part].to(local) if part else handle.get_tensor(name))
+                    values = handle.get_slice(name)[part] if part else handle.get_tensor(name)
+                    if not bool(torch.isfinite(values).all()):
+                        raise ModelError(
+                            f"{path}: {name}",
+                            "holds NaN or infinities: the adapter cannot be used or trained on",
+                            do="go on from another one, or start anew without adapter.path",
+                        )
+                    local.copy_(values.to(local))
     except (SafetensorError, OSError) as error:
         raise ModelError(str(path), f"cannot be read as safetensors: {error}") from None
 

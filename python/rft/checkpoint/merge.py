@@ -24,7 +24,7 @@ from rft.checkpoint.adapter_file import AdapterFile, Edit, read_adapter
 from rft.checkpoint.files import TensorSource, sync_folder
 from rft.checkpoint.shards import SHARD_BYTES, write_shards
 from rft.config.model import ModelConfig
-from rft.errors import ConfigError, ModelError
+from rft.errors import ConfigError, ModelError, unusable_folder
 from rft.models.load import build_meta, mean_row, plan_load
 from rft.models.source import ModelSource, checkpoint_dtype, find_model
 
@@ -119,12 +119,13 @@ def merge(
 
 @contextmanager
 def _complete_or_absent(out: Path, needed: int) -> Iterator[Path]:
-    """A folder to write into that becomes `out` at the end. Raises ModelError where `needed` bytes cannot be written."""
+    """A folder to write into that becomes `out` at the end. Raises RftError where `needed` bytes have no room, ConfigError where it may not be made."""
     work = out.with_name(f".{out.name}.saving")
     place = next(folder for folder in out.absolute().parents if folder.is_dir())
-    free = shutil.disk_usage(place).free
+    usage = shutil.disk_usage(place)
+    free = usage.free
     try:
-        if free < needed:
+        if usage.total and free < needed:  # /proc and its like have no size at all, and say something else below
             raise OSError(
                 errno.ENOSPC, f"the disk is full: {needed / 2**30:.2f} GiB are needed, {free / 2**30:.2f} GiB are free"
             )
@@ -136,8 +137,7 @@ def _complete_or_absent(out: Path, needed: int) -> Iterator[Path]:
         work.replace(out)
         sync_folder(out.parent)
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise ModelError(str(out), f"cannot be written: {reason}", do="free space, or give another --out") from None
+        raise unusable_folder("--out", out, error) from None
     finally:
         shutil.rmtree(work, ignore_errors=True)
 

@@ -12,12 +12,14 @@ import difflib
 import errno
 import functools
 import importlib
+import io
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from inspect import Parameter, signature  # not the module: rft.cli.inspect takes its name here once it is imported
 from typing import Annotated, Any
 
 from rft import __version__, log
+from rft.cli.start import Terminated, check_process, prepare_process
 from rft.errors import ConfigError, RftError, Stopped
 
 COMMANDS = {
@@ -32,6 +34,7 @@ COMMANDS = {
     "doctor": "What this machine has and what rft will use of it",
     "quickstart": "A small real model on real text, offline, in minutes",
 }
+_TAKES_RANKS = {"train", "prepare", "verify", "eval", "quickstart"}
 _LAUNCHES_OR_TALKS = {"train", "chat"}  # these turn library noise away themselves: see log.capture_noise
 
 _USAGE = """\
@@ -53,7 +56,16 @@ first run: rft quickstart      your own: rft train my.toml
 
 def main() -> None:
     """The `rft` command."""
-    sys.exit(run(sys.argv[1:]))
+    prepare_process()
+    code = run(sys.argv[1:])
+    try:
+        sys.stdout.flush()  # what others wrote to it (help texts), while it can still be told
+    except BrokenPipeError:
+        log.discard(sys.stdout)
+    except OSError as error:
+        log.discard(sys.stdout)
+        code = code or _report(RftError("stdout", f"cannot be written: {log.reason(error)}"))
+    sys.exit(code)
 
 
 def run(argv: list[str]) -> int:
@@ -63,9 +75,8 @@ def run(argv: list[str]) -> int:
         return _dispatch(argv)
     except RftError as error:
         return _report(error)
-    except KeyboardInterrupt:  # while the command was being imported
-        log.error("stopped")
-        return 130
+    except KeyboardInterrupt as stop:  # while the command was being imported
+        return _report(_stopped(stop))
     except BrokenPipeError:  # `rft ... | head`
         return 1
     except OSError as error:
@@ -94,7 +105,7 @@ def _dispatch(argv: list[str]) -> int:
         if flag in ("--help", "-h"):
             return _print_usage()
         if flag in ("--version", "-V"):
-            log.stdout().write(f"rft {__version__}\n")
+            log.output(f"rft {__version__}\n")
             return 0
         if flag not in ("-q", "--quiet", "-v", "--verbose"):
             raise ConfigError(
@@ -108,6 +119,7 @@ def _dispatch(argv: list[str]) -> int:
         return _dispatch([*args[:1], "--help"])
     if name not in COMMANDS:
         raise _unknown_command("rft", name, list(COMMANDS))
+    check_process(ranks=name in _TAKES_RANKS and "--help" not in args)
     module = importlib.import_module(f"rft.cli.{name}")
     if not hasattr(module, "commands"):
         return _invoke(f"rft {name}", module.command, args, quiet_libraries=name not in _LAUNCHES_OR_TALKS)
@@ -132,14 +144,14 @@ def _unknown_command(program: str, name: str, known: list[str]) -> ConfigError:
 def _print_usage() -> int:
     width = max(map(len, COMMANDS)) + 2
     lines = "\n".join(f"  {name:{width}}{text}" for name, text in COMMANDS.items())
-    log.stdout().write(_USAGE.format(version=__version__, commands=lines))
+    log.output(_USAGE.format(version=__version__, commands=lines))
     return 0
 
 
 def _print_group(program: str, text: str, commands: dict[str, tuple[Callable[..., Any], str]]) -> None:
     width = max(map(len, commands)) + 2
     lines = "\n".join(f"  {name:{width}}{text}" for name, (_, text) in commands.items())
-    log.stdout().write(f"{text}\n\nusage: {program} COMMAND [options]\n\n{lines}\n")
+    log.output(f"{text}\n\nusage: {program} COMMAND [options]\n\n{lines}\n")
 
 
 # ---- calling it
@@ -155,12 +167,21 @@ def _invoke(program: str, function: Callable[..., Any], args: list[str], *, quie
     app.command()(_with_verbosity(function, quiet_libraries))
     command = typer.main.get_command(app)
     try:
-        result = command.main(args=args, prog_name=program, standalone_mode=False)
+        with _help_through_log() if "--help" in args else contextlib.nullcontext():
+            result = command.main(args=args, prog_name=program, standalone_mode=False)
     except usage_error as error:
         raise _wrong_usage(program, command, error) from None
     except typer.Abort:
         return 1
     return result if isinstance(result, int) else 0
+
+
+@contextlib.contextmanager
+def _help_through_log() -> Iterator[None]:
+    """typer prints its help itself: where it cannot be written, that is told as of all other output."""
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        yield
+    log.output(text.getvalue())
 
 
 def _wrong_usage(program: str, command: Any, error: Any) -> ConfigError:
@@ -187,8 +208,8 @@ def _with_verbosity(function: Callable[..., Any], quiet_libraries: bool) -> Call
         try:
             with log.capture_noise() if quiet_libraries else contextlib.nullcontext():
                 return function(*args, **kwargs)
-        except KeyboardInterrupt:  # training has handlers of its own, which save first
-            raise Stopped("", "stopped", exit_code=130) from None
+        except KeyboardInterrupt as stop:  # training has handlers of its own, which save first
+            raise _stopped(stop) from None
 
     own = signature(function, eval_str=True)
     extra = [
@@ -204,9 +225,19 @@ def _with_verbosity(function: Callable[..., Any], quiet_libraries: bool) -> Call
 # ---- errors
 
 
+def _stopped(stop: KeyboardInterrupt) -> Stopped:
+    """Ctrl-C, or SIGTERM where nothing had begun that is worth saving."""
+    if isinstance(stop, Terminated):
+        return Stopped("", "by SIGTERM", exit_code=143)
+    return Stopped("", "by Ctrl-C", exit_code=130)
+
+
 def _report(error: RftError) -> int:
     if log.verbosity() > 0:
         log.trace(error)
+    if isinstance(error, Stopped) and error.exit_code in (130, 143):  # as asked: no error
+        log.stopped(str(error))
+        return error.exit_code
     for one in (error, *error.others):
         log.error(str(one))
     return error.exit_code
@@ -216,9 +247,8 @@ def _report_os_error(error: OSError) -> int:
     """A full disk, a folder without permission: the user's to mend, whoever met it."""
     if log.verbosity() > 0:
         log.trace(error)
-    reason = error.strerror or str(error)
     place = f"{error.filename}: " if error.filename else ""
-    lines = [f"{place}{reason[:1].lower()}{reason[1:]}"]
+    lines = [f"{place}{log.reason(error)}"]
     if error.errno == errno.ENOSPC:
         lines.append(
             "do: free some space, then run the same command again: it goes on from the last complete checkpoint"

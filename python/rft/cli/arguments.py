@@ -35,7 +35,12 @@ def find_run(run: str, *, hub: bool = True) -> Target:
     wanted = "a run directory (config.resolved.toml), an adapter folder (adapter_config.json)"
     if hub:
         wanted += ", a model folder (config.json), a .gguf file or a hub id (owner/name)"
-    missing = not Path(run).expanduser().exists()
+    try:
+        missing = not Path(run).expanduser().exists()
+    except (RuntimeError, OSError):  # ~somebody, a name that is too long
+        missing = True
+    if not run:
+        raise ConfigError("RUN", "is empty", wanted=wanted)
     is_path = run.count("/") != 1 or run.startswith((".", "/", "~")) or run.endswith((".gguf", "/"))
     if missing and (is_path or not hub):
         raise ConfigError(run, "no such file or directory", wanted=wanted)

@@ -37,7 +37,10 @@ def command(
 
     Answers stream to stdout. With --prompt, or with text piped in, it answers once and exits.
     """
-    _check(temperature, top_p, max_tokens)
+    _check(temperature, top_p, max_tokens, seed)
+    for option, text in (("--prompt", prompt), ("--system", system)):
+        if text is not None and not is_text(text):
+            raise ConfigError(f"rft chat {option}", "is not UTF-8", do="check the terminal's encoding")
     once = _one_shot(prompt)
     with log.capture_noise():
         from rft.generate.load import load_speaker
@@ -52,13 +55,30 @@ def command(
     return _talk(speaker, messages, sampling)
 
 
-def _check(temperature: float, top_p: float, max_tokens: int) -> None:
-    if temperature < 0:
-        raise ConfigError("rft chat --temperature", f"is {temperature}", wanted="0 or more")
+MOST_SEED = 2**32 - 1
+COLDEST, HOTTEST = 0.01, 100.0
+"""Below, dividing by it makes logits infinite; above, every token is as likely as any other."""
+
+
+def _check(temperature: float, top_p: float, max_tokens: int, seed: int | None) -> None:
+    if temperature != 0 and not COLDEST <= temperature <= HOTTEST:  # also for nan
+        wanted = f"0 (the likeliest token each time), or {COLDEST} to {HOTTEST:g}"
+        raise ConfigError("rft chat --temperature", f"is {temperature}", wanted=wanted)
     if not 0 < top_p <= 1:
         raise ConfigError("rft chat --top-p", f"is {top_p}", wanted="over 0, at most 1")
     if max_tokens < 1:
         raise ConfigError("rft chat --max-tokens", f"is {max_tokens}", wanted="1 or more")
+    if seed is not None and not 0 <= seed <= MOST_SEED:
+        raise ConfigError("rft chat --seed", f"is {seed}", wanted=f"0 to {MOST_SEED}")
+
+
+def is_text(text: str) -> bool:
+    """Whether it is characters alone: Python smuggles bytes that are none through as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _one_shot(prompt: str | None) -> str | None:
@@ -67,7 +87,14 @@ def _one_shot(prompt: str | None) -> str | None:
         return prompt
     if prompt is None and sys.stdin.isatty():
         return None
-    text = sys.stdin.read().rstrip("\n")
+    try:
+        # UTF-8 whatever the locale says, as every file that rft reads
+        text = sys.stdin.buffer.read().decode() if hasattr(sys.stdin, "buffer") else sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            "stdin", f"is not UTF-8 (byte {error.start})", wanted="text in UTF-8", do="convert it, as with iconv"
+        ) from None
+    text = text.rstrip("\r\n")
     if not text:
         raise ConfigError("rft chat", "stdin is empty", wanted="a prompt, by --prompt or piped in")
     return text
@@ -88,8 +115,7 @@ def _say_answer(speaker: Speaker, messages: list[dict[str, Any]], sampling: Samp
 
 def _writer() -> Callable[[str], None]:
     def write(text: str) -> None:
-        log.stdout().write(text)
-        log.stdout().flush()
+        log.output(text)
 
     return write
 
@@ -104,6 +130,11 @@ def _talk(speaker: Speaker, messages: list[dict[str, Any]], sampling: Sampling) 
         except (EOFError, KeyboardInterrupt):
             log.line()
             return 0
+        except UnicodeDecodeError:
+            typed = "\udcff"
+        if not is_text(typed):
+            log.line("that line is not UTF-8: it is left out")
+            continue
         if typed in ("/quit", "/exit"):
             return 0
         if typed == "/new":
@@ -119,8 +150,7 @@ def _talk(speaker: Speaker, messages: list[dict[str, Any]], sampling: Sampling) 
 
 def _turn(speaker: Speaker, messages: list[dict[str, Any]], typed: str, sampling: Sampling) -> list[dict[str, Any]]:
     asked = [*messages, {"role": "user", "content": typed}]
-    log.stdout().write("model> ")
-    log.stdout().flush()
+    log.output("model> ")
     try:
         text = _say_answer(speaker, asked, sampling)
     except KeyboardInterrupt:  # stop this answer, not the conversation

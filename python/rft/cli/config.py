@@ -30,18 +30,18 @@ def show(
     if as_json:
         reasons = [{"key": d.key, "value": d.value, "reason": d.reason} for d in decisions]
         table = {"config": resolved.model_dump(mode="json"), "decisions": reasons}
-        log.stdout().write(json.dumps(table, indent=2, ensure_ascii=False) + "\n")
+        log.output(json.dumps(table, indent=2, ensure_ascii=False) + "\n")
         return
     from rft.config.show import to_toml
 
-    log.stdout().write(to_toml(resolved, {d.key: d.reason for d in decisions}))
+    log.output(to_toml(resolved, {d.key: d.reason for d in decisions}))
 
 
 def schema() -> None:
     """Print the JSON Schema of the TOML file, for completion and checks in an editor."""
     from rft.config.schema import json_schema
 
-    log.stdout().write(json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n")
+    log.output(json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n")
 
 
 commands = {

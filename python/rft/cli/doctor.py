@@ -48,7 +48,7 @@ def command(
     ok = not any(f.usable is False and f.topic in ("torch", "data engine") for f in findings)
     if as_json:
         table = {"rft": __version__, "ok": ok, "findings": [asdict(f) for f in findings], "line": _paste_line(findings)}
-        log.stdout().write(json.dumps(table, indent=2, ensure_ascii=False) + "\n")
+        log.output(json.dumps(table, indent=2, ensure_ascii=False) + "\n")
     else:
         _print(findings)
     return 0 if ok else 1
@@ -57,7 +57,7 @@ def command(
 def _print(findings: list[Finding]) -> None:
     width = max(len(f.topic) for f in findings) + 2
     names = max(len(f.name) for f in findings if f.usable is not None) + 2
-    log.stdout().write(f"rft {__version__}\n\n")
+    log.output(f"rft {__version__}\n\n")
     colour = log.colour(log.stdout())
     before = ""
     for finding in findings:
@@ -69,9 +69,8 @@ def _print(findings: list[Finding]) -> None:
             mark = "yes" if finding.usable else "no "
             mark = f"\x1b[{32 if finding.usable else 33}m{mark}\x1b[0m" if colour else mark
             body = f"{finding.name:{names}}{mark}  {finding.text}"
-        log.stdout().write(f"{topic:{width}}{body}".rstrip() + "\n")
-    log.stdout().write(f"\nfor a bug report, paste this line:\n{_paste_line(findings)}\n")
-    log.stdout().flush()
+        log.output(f"{topic:{width}}{body}".rstrip() + "\n")
+    log.output(f"\nfor a bug report, paste this line:\n{_paste_line(findings)}\n")
 
 
 def _paste_line(findings: list[Finding]) -> str:

@@ -47,7 +47,7 @@ def command(
             "seconds": result.seconds,
             "data": report,
         }
-        log.stdout().write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+        log.output(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
         return 0
     log.say("model", target.name)
     for sentence in describe({"train": report, "eval": None}):

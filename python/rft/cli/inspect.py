@@ -49,7 +49,7 @@ def command(
     samples = inspector.spread(rows)
     in_pack = inspector.pack(pack) if pack is not None else []
     if as_json:
-        log.stdout().write(to_json(report, samples, in_pack, inspector) + "\n")
+        log.output(to_json(report, samples, in_pack, inspector) + "\n")
     if page is not None:
         page.parent.mkdir(parents=True, exist_ok=True)
         page.write_text(as_html(f"rft inspect {config.name}", report, samples, in_pack, inspector), "utf-8")

@@ -38,7 +38,7 @@ def command(
     data = PreparedData(checked)
     report = report_with_plan(data.prepared.report, data.loader(), data.eval_loader())
     if as_json:
-        log.stdout().write(json.dumps(report, ensure_ascii=False, indent=2) + "\n")
+        log.output(json.dumps(report, ensure_ascii=False, indent=2) + "\n")
         return
     for sentence in describe(report):
         log.say("data", sentence)
@@ -61,7 +61,7 @@ class PreparedData:
         self.config = with_seq_len(config)
         self.tokenizer: TokenizerFiles = load_tokenizer(config.model)
         with progress_bar() as progress:
-            self.prepared: Prepared = prepare(config.data, self.tokenizer, progress=progress)
+            self.prepared: Prepared = prepare(config.data, self.tokenizer, progress=progress, seed=config.train.seed)
 
     def loader(self) -> Loader:
         """Of the training set, as one process sees it."""

@@ -50,7 +50,7 @@ def command(
     if run_dir is not None and run_dir.is_dir():
         (run_dir / "verify.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if as_json:
-        log.stdout().write(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+        log.output(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
         return 1 if failed else 0
     for note in case.notes:
         log.say("note", note)

@@ -174,6 +174,34 @@ RULES: tuple[Rule, ...] = (
         {"train": {"master": "bfloat16", "precision": "fp32"}},
     ),
     Rule(
+        "FP8 weights that are trained",
+        ("model.base_weights", "adapter.name"),
+        lambda c: c.model.base_weights == "fp8" and c.adapter.name == "none",
+        "holds frozen weights in FP8, and full fine-tuning freezes none",
+        'set model.base_weights = "bf16", or train a LoRA (adapter.name = "lora")',
+        {"model": {"base_weights": "fp8"}, "adapter": {"name": "none"}},
+    ),
+    Rule(
+        "FP8 weights that are sharded",
+        ("model.base_weights", "parallel.data"),
+        lambda c: c.model.base_weights == "fp8" and c.parallel.data == "shard",
+        "is quantised from whole weights, and no rank holds them when sharded",
+        'set parallel.data = "replicate", or model.base_weights = "bf16"',
+        {"model": {"base_weights": "fp8"}, "parallel": {"data": "shard"}},
+    ),
+    Rule(
+        "FP8 weights and what reads whole ones",
+        ("model.base_weights", "adapter.dora", "adapter.init"),
+        lambda c: (
+            c.model.base_weights == "fp8"
+            and isinstance(c.adapter, LoraConfig)
+            and (c.adapter.dora or c.adapter.init in ("pissa", "olora"))
+        ),
+        "holds no weight that DoRA, PiSSA or OLoRA could read or change",
+        'set model.base_weights = "bf16", or leave out adapter.dora and adapter.init',
+        {"model": {"base_weights": "fp8"}, "adapter": {"dora": True}},
+    ),
+    Rule(
         "revision of a local model",
         ("model.revision", "model.path"),
         lambda c: c.model.revision is not None and Path(c.model.path).exists(),
@@ -281,3 +309,20 @@ FOREIGN_KEYS: dict[str, str] = {
     "attn_implementation": "model.attention",
 }
 """What other programs call our keys."""
+
+FOREIGN_TABLES: dict[str, str] = {
+    "lora": "adapter",
+    "peft": "adapter",
+    "qlora": "adapter",
+    "optimizer": "optim",
+    "trainer": "train",
+    "training_args": "train",
+    "logging": "log",
+    "wandb": "log",
+    "tracking": "log",
+    "dataset": "data",
+    "datasets": "data",
+    "checkpointing": "checkpoint",
+    "distributed": "parallel",
+}
+"""What other programs call our tables."""

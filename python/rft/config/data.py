@@ -17,7 +17,7 @@ Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", 
 class SourceConfig(Table):
     """One data set."""
 
-    path: str = Field(min_length=1)
+    path: str
     """A file of rows (JSONL, JSON, CSV, TSV, Parquet, Arrow, or a .txt with a document a line; also .gz, .zst, .zip, .tar), a glob, or a directory of these; also `s3://`, `gs://`, `az://`, `https://` and `hf://datasets/owner/name`."""
     rows: str | None = None
     """`module:function` or `file.py:function`: called with the path of each file, gives its rows as dicts. Needs `data.allow_code`."""
@@ -27,6 +27,10 @@ class SourceConfig(Table):
     """Field names, ours = theirs: `prompt = "question"`, `completion = "answer"`, `messages = "chat"`."""
     roles: dict[str, Literal["system", "user", "assistant", "tool"]] = {}
     """Role names, theirs = ours: `asistant = "assistant"`."""
+    weight: float = Field(1.0, gt=0, le=1000)
+    """How often its rows are used in an epoch. Of a fraction, that share of the rows is chosen by `train.seed`."""
+    max_rows: PositiveInt | None = None
+    """Only the first rows of the data set, this many. The others are counted."""
 
 
 class DataConfig(Table):
@@ -38,8 +42,8 @@ class DataConfig(Table):
     """Data sets for the held-out loss."""
     eval_fraction: float = Field(0.0, ge=0, lt=1)
     """Share of the training rows that is held out, chosen by content hash (so it is stable when rows are added)."""
-    seq_len: PositiveInt | None = None
-    """Tokens in a pack. Default: what the model was trained for, at most 8192."""
+    seq_len: int | None = Field(None, ge=2)
+    """Tokens in a pack; at least 2, since the first of a pack has nothing before it that could predict it. Default: what the model was trained for, at most 8192."""
     packing: Literal["stream", "bfd", "none"] = "stream"
     """`stream` = best fit over open bins in the epoch's seeded order, unbiased; `bfd` = tightest, biased; `none` = a document a row."""
     overlong: Literal["split", "truncate", "drop", "error"] = "split"
@@ -50,6 +54,8 @@ class DataConfig(Table):
     """Chat template: `model` (the tokenizer's), a .jinja file, or a built-in name (`chatml`, `llama3`, `gemma`, `plain`)."""
     train_on: Literal["assistant", "last", "all"] | list[Literal["system", "user", "assistant", "tool"]] = "assistant"
     """Which turns carry a label: the assistant's, only the last of them, everything, or the roles named."""
+    dedup: bool = False
+    """Drop documents whose tokens, labels and weights equal those of one before."""
     control_tokens: Literal["text", "allow"] = "text"
     """`text`: control tokens spelled inside a row's own text stay ordinary text. `allow`: they become control tokens."""
     cache_gb: PositiveFloat = 100.0

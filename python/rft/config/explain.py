@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import re
+import stat
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from rft.config import schema
-from rft.config.compatibility import FOREIGN_KEYS, REFUSED_VALUES
+from rft.config.compatibility import FOREIGN_KEYS, FOREIGN_TABLES, REFUSED_VALUES
 from rft.errors import ConfigError
 from rft.log import mask
 
@@ -56,8 +59,9 @@ def show_value(value: Any, key: str = "") -> str:
     return text if len(text) <= 60 else text[:56] + '..."'
 
 
-def find_secret(raw: dict[str, Any], source: str) -> ConfigError | None:
-    """The error for the first secret in the tables: by the name of an unknown key, the look of a value, or the environment's own."""
+def find_secrets(raw: dict[str, Any], source: str) -> dict[Loc, ConfigError]:
+    """An error for each secret in the tables: by the name of an unknown key, the look of a value, or the environment's own."""
+    found: dict[Loc, ConfigError] = {}
     for loc, value in _leaves(raw, ()):
         named = _free_key_name(loc)
         looks = isinstance(value, str) and (_SECRET_VALUE.search(value) is not None or mask(value) != value)
@@ -65,13 +69,13 @@ def find_secret(raw: dict[str, Any], source: str) -> ConfigError | None:
             continue
         variable = next((v for word, v in _SECRET_SOURCES if word in dotted(loc).lower()), None)
         where = f"the environment variable {variable}" if variable else "an environment variable"
-        return ConfigError(
+        found[loc] = ConfigError(
             place(source, dotted(loc)),
             "secrets do not belong in a config: it is saved with the run",
             wanted=f"{where}, which the library that needs it reads by itself",
             do=f"take it out{f', export {variable}' if variable else ''}, and make a new secret if this one was ever shared",
         )
-    return None
+    return found
 
 
 def is_secret_like(name: str) -> bool:
@@ -115,15 +119,20 @@ def place(source: str, key: str) -> str:
 # ---- validation errors
 
 
-def explain(error: ValidationError, raw: dict[str, Any], source: str, sets: dict[str, str]) -> ConfigError:
-    """One ConfigError, the first by place in the file; the others hang on it as `others`.
+def explain(error: ValidationError, raw: dict[str, Any], source: str, sets: dict[str, str]) -> dict[Loc, ConfigError]:
+    """A ConfigError for each place in the file, in its order.
 
     sets: text of each --set by its dotted key, to show how it has to be quoted.
     """
     findings: dict[Loc, list[dict[str, Any]]] = {}
     for item in error.errors(include_url=False):
         findings.setdefault(_real_loc(item["loc"], item["type"], raw), []).append(dict(item))
-    first, *others = [_explain_one(loc, items, raw, source, sets) for loc, items in findings.items()]
+    return {loc: _explain_one(loc, items, raw, source, sets) for loc, items in findings.items()}
+
+
+def together(errors: Sequence[ConfigError]) -> ConfigError:
+    """The first of several errors; the others hang on it as `others`."""
+    first, *others = errors
     first.others = tuple(others)
     return first
 
@@ -167,8 +176,13 @@ def _explain_one(loc: Loc, items: list[dict[str, Any]], raw: Any, source: str, s
     for refused in REFUSED_VALUES:
         if dotted(loc) in refused.keys and any(value == v and type(value) is type(v) for v in refused.values):
             return ConfigError(f"{where} = {show_value(value)}", refused.reason, do=refused.do)
+    if value == "":
+        required = schema.field_at(loc)
+        leave = "" if required is None or required.is_required() else ", or take the key out"
+        return ConfigError(where, "is empty", wanted=wanted, do=f"give it a value{leave}")
     if kind == "value_error":
-        return ConfigError(where, f"{show_value(value, dotted(loc))} is {items[0]['ctx']['error']}")
+        problem = f"{show_value(value, dotted(loc))} is {items[0]['ctx']['error']}"
+        return ConfigError(where, problem, do="keep one of them" if "more than once" in problem else "")
     if kind == "too_short" and not value:
         return ConfigError(where, "is empty", wanted=f"at least one [[{dotted(loc)}]] table with a path")
     return ConfigError(where, _given(loc, value, wanted), wanted=wanted, do=_how_to_write(loc, value, wanted, sets))
@@ -188,6 +202,8 @@ def _given(loc: Loc, value: Any, wanted: str) -> str:
     if isinstance(value, str):
         allowed = re.findall(r'"([^"]+)"', wanted)
         close = difflib.get_close_matches(value, allowed, n=1) if shown != HIDDEN else []
+        if "a list of" in wanted and (wanted.startswith("a list of tables") or close == [value]):
+            return f"{shown} is a string, not a list"
         if close:
             return f"{shown} is not known; did you mean {schema.quote(close[0])}?"
         return f"{shown} is {'not known' if wanted.startswith(chr(34)) else 'a string'}"
@@ -197,6 +213,13 @@ def _given(loc: Loc, value: Any, wanted: str) -> str:
 def _how_to_write(loc: Loc, value: Any, wanted: str, sets: dict[str, str]) -> str:
     key = dotted(loc)
     name = str(loc[-1])
+    if isinstance(value, str) and (list_key := _table_list(loc, wanted)):
+        if any(key == given for given in sets):
+            return f"--set {list_key}.0.path={value}"
+        return f"write the table [[{list_key}]] with path = {show_value(value, key)}"
+    if isinstance(value, str) and "a list of" in wanted:
+        as_list = f"[{show_value(value, key)}]"
+        return f"--set '{key}={as_list}'" if key in sets else f"write {name} = {as_list}"
     if wanted.startswith("a list of tables") and isinstance(value, dict):
         return f"write [[{key}]] with two brackets on each side: it is a list"
     if isinstance(value, dict) and not wanted.startswith("a table"):
@@ -218,6 +241,15 @@ def _how_to_write(loc: Loc, value: Any, wanted: str, sets: dict[str, str]) -> st
             else f"write a table [{key}]"
         )
     return ""
+
+
+def _table_list(loc: Loc, wanted: str) -> str:
+    """The dotted key of the list of tables that a place means, whole or one item of it; "" for anything else."""
+    whole = loc[:-1] if isinstance(loc[-1], int) else loc
+    field = schema.field_at(whole)
+    if field is None or not wanted.startswith(("a list of tables", "a table")):
+        return ""
+    return dotted(whole) if schema.is_list(field.annotation) else ""
 
 
 def _variants(raw: Any) -> dict[Loc, str]:
@@ -264,6 +296,8 @@ def _unknown(loc: Loc, raw: Any, source: str) -> ConfigError:
     fp16 = REFUSED_VALUES[0]
     if name.lower() in ("fp16", "half") or (FOREIGN_KEYS.get(name) == "train.precision" and value in fp16.values[:-1]):
         return ConfigError(where, f"{shown}: {fp16.reason}", do=fp16.do)
+    if isinstance(value, dict | list) and name.lower() in FOREIGN_TABLES:
+        return ConfigError(where, f"{shown}; here it is [{FOREIGN_TABLES[name.lower()]}]")
     if name.lower() in FOREIGN_KEYS:
         return ConfigError(where, f"{shown}; here it is {_spell(FOREIGN_KEYS[name.lower()])}")
     same = [key for key in everywhere if key.rsplit(".", 1)[-1] == name]
@@ -293,10 +327,33 @@ def unknown_set_key(key: str, problem: str, do: str = "") -> ConfigError:
 
 
 def nearest_path(path: Path) -> str:
-    """A file of a similar name beside a missing one, or ""."""
-    folder = path.parent
-    if not folder.is_dir():
+    """What is there under a similar name: each part of the path may be misspelt. "" where nothing is."""
+    found = Path(path.anchor)
+    for part in path.parts[1:] if path.anchor else path.parts:
+        if os.path.lexists(found / part):
+            found = found / part
+            continue
+        try:
+            names = [entry.name for entry in sorted(found.iterdir())[:2000] if entry.exists()]
+        except OSError:
+            return ""
+        close = difflib.get_close_matches(part, names, n=1, cutoff=0.7)
+        if not close:
+            return ""
+        found = found / close[0]
+    return str(found) if found != path and found.exists() else ""
+
+
+def what_is_there(path: str | Path) -> str:
+    """What stands at a path that is of no use: "is a pipe", "is a link to x, which does not exist"; "" where nothing does."""
+    try:
+        mode = os.lstat(path).st_mode
+        if stat.S_ISLNK(mode):
+            if not os.path.exists(path):
+                return f"is a link to {os.readlink(path)}, which does not exist"
+            mode = os.stat(path).st_mode
+    except (OSError, ValueError):
         return ""
-    names = [entry.name for entry in sorted(folder.iterdir())[:2000]]
-    close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.7)
-    return str(folder / close[0]) if close else ""
+    kinds = ((stat.S_ISDIR, "a directory"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"),
+             (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"))  # fmt: skip
+    return next((f"is {kind}" for test, kind in kinds if test(mode)), "is a file")

@@ -6,7 +6,7 @@ import glob
 import os
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,23 @@ from pydantic import ValidationError
 from rft.config import schema
 from rft.config.compatibility import RULES, Rule
 from rft.config.data import REMOTE
-from rft.config.explain import explain, find_secret, nearest_path, place, show_value, unknown_set_key
+from rft.config.explain import (
+    explain,
+    find_secrets,
+    nearest_path,
+    place,
+    show_value,
+    together,
+    unknown_set_key,
+    what_is_there,
+)
 from rft.config.root import Config
 from rft.errors import ConfigError
 
 ROWS_PATH = "<rows>"
 """Stands for the path of the only [[data.train]] where rows come from Python (`rft.train(config, rows=...)`)."""
+MAX_DEPTH = 32
+"""Levels of tables and lists; the config itself has 4."""
 
 
 def load_config(
@@ -40,6 +51,7 @@ def load_config(
         source, folder, raw = "", Path.cwd(), config.model_dump(exclude_unset=True)
         name = "run"
     elif isinstance(config, dict):
+        _check_depth(config, "config")
         source, folder, raw = "", Path.cwd(), _copy(config)
         name = "run"
     else:
@@ -47,14 +59,12 @@ def load_config(
         source, folder, raw = path.name, path.absolute().parent, read_toml(path)
         name = path.stem
     set_texts = apply_sets(raw, sets)
-    if secret := find_secret(raw, source):
-        raise secret
     from_sets = set(set_texts)
     if rows:
         _stand_in_for_rows(raw)
     made = _validate(raw, source, set_texts)
     _check_rules(made, source, RULES)
-    made = _absolute_paths(made, folder, from_sets, default_out=folder / "runs" / name)
+    made = _absolute_paths(made, source, folder, from_sets, default_out=folder / "runs" / name)
     _check_rules(made, source, RULES)  # again: whether model.path is on this disk is known now
     if check_files:
         _check_files(made, source)
@@ -72,7 +82,8 @@ def read_toml(path: Path) -> dict[str, Any]:
             if near
             else "give the path of a TOML file, as in `rft train chat.toml`"
         )
-        raise ConfigError(str(path), "no such file", do=do) from None
+        link = what_is_there(path)
+        raise ConfigError(str(path), link or "no such file", do="" if link else do) from None
     except IsADirectoryError:
         do = "give the TOML file"
         if (path / "config.resolved.toml").is_file():
@@ -83,9 +94,32 @@ def read_toml(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError(str(path), f"is not UTF-8 (byte {error.start})", wanted="a TOML file in UTF-8") from None
     try:
-        return tomllib.loads(text)
+        tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise _syntax_error(path, text, str(error)) from None
+    except RecursionError:
+        raise _too_deep(path.name) from None
+    _check_depth(tables, path.name)
+    return tables
+
+
+def _check_depth(tables: dict[str, Any], where: str) -> None:
+    """Tables in tables without end are refused before anything walks them."""
+    level: list[Any] = [tables]
+    for _ in range(MAX_DEPTH):
+        level = [
+            item
+            for node in level
+            for item in (node.values() if isinstance(node, dict) else node)
+            if isinstance(item, dict | list | tuple)
+        ]
+        if not level:
+            return
+    raise _too_deep(where)
+
+
+def _too_deep(where: str) -> ConfigError:
+    return ConfigError(where, "tables or lists are nested too deeply", wanted=f"at most {MAX_DEPTH} levels")
 
 
 def _syntax_error(path: Path, text: str, message: str) -> ConfigError:
@@ -121,6 +155,8 @@ def apply_sets(raw: dict[str, Any], sets: Sequence[str]) -> dict[str, str]:
         if not equals or not key:
             raise unknown_set_key(key or text, "there is no value" if key else "there is no key")
         parts = _split_key(key)
+        if len(parts) > MAX_DEPTH:
+            raise _too_deep(f"--set {parts[0]}...")
         _put(raw, parts, parse_value(value, key), key)
         texts[".".join(parts)] = value.strip()
     return texts
@@ -137,7 +173,10 @@ def parse_value(text: str, key: str = "") -> Any:
                 problem = f"{show_value(text, key)} is no TOML value"
                 do = 'check quotes and brackets; the shell takes one pair of quotes away: --set \'key=["a", "b"]\''
                 raise ConfigError(f"--set {key}", problem, do=do) from None
+        except RecursionError:
+            raise _too_deep(f"--set {key}") from None
         else:
+            _check_depth({"value": value}, f"--set {key}")
             if isinstance(value, str | bool | int | float | list | dict):
                 return value  # dates and times are words to us: no key takes one
     return text
@@ -147,7 +186,7 @@ def _split_key(key: str) -> list[str]:
     """Parts of a dotted key; TOML's quotes allow dots inside a part (data.train.0.roles."my.bot")."""
     try:
         node = tomllib.loads(f"{key} = 0")
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         raise unknown_set_key(key, "is no key of a table") from None
     parts: list[str] = []
     while isinstance(node, dict):
@@ -216,10 +255,22 @@ def _stand_in_for_rows(raw: dict[str, Any]) -> None:
 
 
 def _validate(raw: dict[str, Any], source: str, sets: dict[str, str]) -> Config:
+    """The config. Raises one ConfigError with everything that is wrong in its tables, secrets first."""
+    secrets = find_secrets(raw, source)
+    found: dict[Any, ConfigError] = {}
     try:
-        return Config.model_validate(raw)
+        config = Config.model_validate(raw)
     except ValidationError as error:
-        raise explain(error, raw, source, sets) from None
+        found = explain(error, raw, source, sets)
+    errors = [*secrets.values(), *(error for loc, error in found.items() if not _covered(loc, secrets))]
+    if errors:
+        raise together(errors) from None
+    return config
+
+
+def _covered(loc: tuple[Any, ...], secrets: Collection[tuple[Any, ...]]) -> bool:
+    """Whether the place, or all that is in it, has been told as a secret."""
+    return any(secret[: len(loc)] == loc for secret in secrets)
 
 
 def _check_rules(config: Config, source: str, rules: Sequence[Rule]) -> None:
@@ -229,8 +280,7 @@ def _check_rules(config: Config, source: str, rules: Sequence[Rule]) -> None:
         if rule.when(config)
     ]
     if broken:
-        broken[0].others = tuple(broken[1:])
-        raise broken[0]
+        raise together(broken)
 
 
 def _given_keys(config: Config, rule: Rule) -> list[str]:
@@ -251,14 +301,34 @@ def _was_set(config: Config, key: str) -> bool:
 # ---- paths
 
 
-def _absolute_paths(config: Config, folder: Path, from_sets: set[str], *, default_out: Path) -> Config:
-    """Every path key absolute. A model or adapter that is no folder or file here stays as it is: a hub id."""
+def _absolute_paths(config: Config, source: str, folder: Path, from_sets: set[str], *, default_out: Path) -> Config:
+    """Every path key absolute. A model or adapter that is no folder or file here stays as it is: a hub id.
+
+    Raises ConfigError for a spelling that no file can have.
+    """
 
     def base(key: str) -> Path:
         return Path.cwd() if key in from_sets or any(key.startswith(s + ".") for s in from_sets) else folder
 
     def absolute(key: str, value: str) -> str:
-        return os.path.normpath(base(key) / Path(value).expanduser())
+        where = place("--set" if key in from_sets else source, key)
+        try:
+            path = os.path.normpath(base(key) / Path(value).expanduser())
+            path.encode()
+        except RuntimeError:
+            raise ConfigError(
+                where, f"{value.split('/')[0]} is no user's home here", do="write the whole path"
+            ) from None
+        except UnicodeEncodeError:
+            told = f"{os.fsencode(path)!r} is not UTF-8"
+            raise ConfigError(
+                where, told, do="rename the file or folder: its name is written into JSON and TOML"
+            ) from None
+        if "\0" in path:
+            raise ConfigError(
+                where, f"{schema.quote(value)} holds a NUL character, which no path can", do="take it out"
+            )
+        return path
 
     def local_or_hub(key: str, value: str) -> str:
         path = absolute(key, value)
@@ -288,9 +358,7 @@ def _absolute_paths(config: Config, folder: Path, from_sets: set[str], *, defaul
     update: dict[str, Any] = {
         "data": data,
         "model": model.model_copy(update={"path": local_or_hub("model.path", model.path)}),
-        "train": train.model_copy(
-            update={"out": absolute("train.out", train.out) if train.out else os.path.normpath(default_out)}
-        ),
+        "train": train.model_copy(update={"out": absolute("train.out", train.out or str(default_out))}),
     }
     adapter_path = getattr(config.adapter, "path", None)
     if adapter_path:
@@ -322,11 +390,12 @@ def _check_files(config: Config, source: str) -> None:
     for part in ("train", "eval"):
         for index, item in enumerate(getattr(config.data, part)):
             _check_source(item.path, place(source, f"data.{part}.{index}.path"))
-    if _is_template_file(config.data.template) and not os.path.isfile(config.data.template):
-        raise _no_such(place(source, "data.template"), config.data.template)
-    if _is_plainly_local(config.model.path) and not os.path.exists(config.model.path):
-        do = "give a folder with config.json and .safetensors files, a .gguf file, or a hub id (organisation/name)"
-        raise _no_such(place(source, "model.path"), config.model.path, do)
+    template, model = config.data.template, config.model.path
+    if _is_template_file(template) and not os.path.isfile(template):
+        raise _unusable(place(source, "data.template"), template, wanted="a .jinja file")
+    if (_is_plainly_local(model) and not os.path.exists(model)) or _is_special(model):
+        wanted = "a folder with config.json and .safetensors files, a .gguf file, or a hub id (organisation/name)"
+        raise _unusable(place(source, "model.path"), model, wanted=wanted)
     adapter = getattr(config.adapter, "path", None)
     if adapter and _is_plainly_local(adapter) and not os.path.isfile(os.path.join(adapter, "adapter_config.json")):
         problem = f"{_shown(adapter)} holds no adapter_config.json"
@@ -347,21 +416,29 @@ def _check_source(path: str, where: str) -> None:
             raise ConfigError(
                 where, f"nothing matches {_shown(path)}", do="check the pattern and the folder it counts from"
             )
-    elif not os.path.exists(path):
+    elif not os.path.exists(path) or _is_special(path):
         parent, name = os.path.split(path)
         hub = not os.path.isdir(parent) and not os.path.splitext(name)[1]
         do = f"for a data set of the hub write hf://datasets/{os.path.basename(parent)}/{name}" if hub else ""
-        raise _no_such(where, path, do)
+        wanted = "a file, a glob or a directory of files, which are read more than once"
+        raise _unusable(where, path, wanted=wanted, do=do)
 
 
-def _no_such(where: str, path: str, do: str = "") -> ConfigError:
+def _is_special(path: str) -> bool:
+    """A pipe, a socket or a device: there, and no input."""
+    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
+
+
+def _unusable(where: str, path: str, *, wanted: str, do: str = "") -> ConfigError:
+    """Nothing is there, or something else than what is wanted."""
+    if there := what_is_there(path):
+        return ConfigError(where, f"{_shown(path)} {there}", wanted=wanted)
     near = nearest_path(Path(path))
-    if near:
-        do = f"did you mean {_shown(near)}?"
+    do = f"did you mean {_shown(near)}?" if near else do or "check the spelling"
     parent = os.path.dirname(path)
-    if not near and not os.path.isdir(parent):
-        do = do or f"its folder {_shown(parent)} does not exist either; relative paths count from the TOML's folder"
-    return ConfigError(where, f"{_shown(path)} does not exist", do=do or "check the spelling")
+    if do == "check the spelling" and not os.path.isdir(parent):
+        do = f"its folder {_shown(parent)} does not exist either; relative paths count from the TOML's folder"
+    return ConfigError(where, f"{_shown(path)} does not exist", wanted=wanted, do=do)
 
 
 def _shown(path: str) -> str:

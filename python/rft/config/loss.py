@@ -12,5 +12,5 @@ from rft.config.table import Table
 class LossConfig(Table):
     """Next-token cross entropy; the logits are never held whole."""
 
-    chunk_rows: PositiveInt | Literal["auto"] = "auto"
-    """Labelled tokens whose logits exist at one time."""
+    chunk_rows: PositiveInt | Literal["auto", "least"] = "auto"
+    """Labelled tokens whose logits exist at one time. `auto`: the fastest. `least`: on CUDA at most 0.1 GiB of logits and sums."""

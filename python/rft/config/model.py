@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
-
 from rft.config.table import Table
 
 
 class ModelConfig(Table):
     """Which model is trained."""
 
-    path: str = Field(min_length=1)
+    path: str
     """A local directory, a GGUF file, or a hub id. A directory beats a hub id of the same spelling."""
     revision: str | None = None
     """Branch, tag or commit of a hub id."""
     attention: Literal["auto", "varlen", "sdpa", "math"] = "auto"
     """How documents are kept apart: `varlen` (CUDA), `sdpa` (a call a document), `math` (plain, serves soft-cap and sinks). `auto` takes the first that serves this model here."""
+    base_weights: Literal["bf16", "fp8"] = "bf16"
+    """How frozen weights of the decoder layers are held: `bf16` (as computed with), or `fp8` for LoRA (e4m3 by row, Hopper, Ada and newer; the first and last layer stay)."""
     add_tokens: list[str] = []
     """New tokens. Their embedding rows are trained and saved so that PEFT loads them."""
     trust_remote_code: bool = False

@@ -7,6 +7,7 @@ from rft.config.checkpoint import CheckpointConfig
 from rft.config.data import DataConfig
 from rft.config.log import LogConfig
 from rft.config.loss import LossConfig
+from rft.config.memory import MemoryConfig
 from rft.config.model import ModelConfig
 from rft.config.optim import AdamWConfig, OptimConfig
 from rft.config.parallel import ParallelConfig
@@ -22,6 +23,7 @@ class Config(Table):
     data: DataConfig
     loss: LossConfig = LossConfig()
     optim: OptimConfig = AdamWConfig()
+    memory: MemoryConfig = MemoryConfig()
     parallel: ParallelConfig = ParallelConfig()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -30,7 +30,7 @@ class TrainConfig(Table):
     accumulate: PositiveInt | None = None
     """Micro-batches of one optimizer step on each rank. Not together with tokens_per_step."""
     micro_batch: PositiveInt | Literal["auto"] = "auto"
-    """Packs that a rank computes at one time."""
+    """Packs that a rank computes at one time. `auto`: as many as fill the GPU, and divide the step; it changes no gradient."""
     master: Literal["float32", "bfloat16"] = "float32"
     """Type in which trained weights are kept."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"

@@ -1,7 +1,7 @@
 """The folder of prepared sets: one folder a key, complete or absent, whichever process gets there first.
 
-A set is written under a temporary name and renamed when it is whole. A file lock, which the system drops when its holder
-dies, lets one process write; what a dead one left behind is removed by the next holder.
+The extension takes a file lock beside the set, writes under another name, and renames it when it is whole; what a killed
+process left is taken over by the next.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rft.errors import DataError, ModelError, RftError
+from rft.errors import DataError, ModelError, RftError, unusable_folder
 
 if TYPE_CHECKING:
     from rft._native import NativeError, Store
+
+FORMAT_VERSION = 2
+"""Of the prepared sets and of what is handed to the extension; part of every key."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _POLL_SECONDS = 0.05
@@ -38,12 +41,14 @@ def default_root() -> Path:
 
 
 class SetFolder:
-    """`data.store`: opens and writes prepared sets."""
+    """`data.store`: opens and writes prepared sets. Raises ConfigError where the path is no folder."""
 
     def __init__(self, root: str | Path):
         self.root = Path(root).expanduser().absolute()
-        with self.explain():
+        try:
             self.root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise unusable_folder("data.store", self.root, error) from None
 
     def open(self, key: str) -> Store | None:
         """The set of this key if it is there and whole."""
@@ -53,12 +58,13 @@ class SetFolder:
         if not path.is_dir():
             return None
         try:
-            return _native.Store(str(path))
+            store = _native.Store(str(path))
         except _native.NativeError:
             return None  # damaged, or of another format version: it is written again
+        return store if store.key == key else None  # moved here by hand
 
-    def make(self, key: str, write: Callable[[Path], Any], *, lead: bool) -> tuple[Store, bool]:
-        """The set of this key, by `write(folder)` if need be; second value: whether it was there before.
+    def make(self, key: str, write: Callable[[Path], dict[str, Any]], *, lead: bool) -> tuple[Store, dict[str, Any]]:
+        """The set of this key, by `write(folder)` if need be, and what that gave; {"written": False} where it was there.
 
         Not lead: wait for another process to write it, unless none does.
         """
@@ -66,50 +72,44 @@ class SetFolder:
         while True:
             store = self.open(key)
             if store is not None:
-                return store, True
-            with self._lock(key) as held:
-                alone = held and time.monotonic() - free_since > _LEAD_IS_GONE_SECONDS
-                if held and (lead or alone):
-                    return self._make_locked(key, write)
-            if not held:
+                with contextlib.suppress(OSError):  # when it was last used, for `rft data prune`
+                    os.utime(self.root / key)
+                return store, {"written": False}
+            if lead or time.monotonic() - free_since > _LEAD_IS_GONE_SECONDS:
+                from rft import _native
+
+                with self.explain():
+                    made = write(self.root / key)
+                    return _native.Store(str(self.root / key)), made
+            if self._is_locked(key):
                 free_since = time.monotonic()
             time.sleep(_POLL_SECONDS)
 
-    def _make_locked(self, key: str, write: Callable[[Path], Any]) -> tuple[Store, bool]:
-        from rft import _native
-
-        store = self.open(key)  # the last holder may have finished it
-        if store is not None:
-            return store, True
-        for left in self.root.glob(f"{key}.tmp-*"):  # of a process that died: we hold the lock
-            shutil.rmtree(left, ignore_errors=True)
-        temporary, final = self.root / f"{key}.tmp-{os.getpid()}", self.root / key
+    def _is_locked(self, key: str) -> bool:
+        """Whether a process writes this set."""
         try:
-            with self.explain():
-                write(temporary)
-                if final.exists():  # damaged, or it would have been opened
-                    shutil.rmtree(final)
-                os.rename(temporary, final)
-                _sync_folder(self.root)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-        with self.explain():
-            return _native.Store(str(final)), False
-
-    @contextlib.contextmanager
-    def _lock(self, key: str) -> Iterator[bool]:
-        """Whether this process got the lock. It stays an empty file: removing it would let two processes hold it."""
-        with self.explain():
-            handle = os.open(self.root / f"{key}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            held = True
+            handle = os.open(self.root / f"{key}.lock", os.O_RDWR | os.O_CLOEXEC)
         except OSError:
-            held = False
+            return False
         try:
-            yield held
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
         finally:
             os.close(handle)
+        return False
+
+    def older_formats(self) -> list[str]:
+        """Names of sets in a format that this rft does not read."""
+        names = []
+        for manifest in self.root.glob("*/manifest.json"):
+            try:
+                version = json.loads(manifest.read_bytes()).get("format_version")
+            except (OSError, ValueError, AttributeError):
+                continue
+            if version != FORMAT_VERSION:
+                names.append(manifest.parent.name)
+        return names
 
     @contextlib.contextmanager
     def explain(self) -> Iterator[None]:
@@ -144,33 +144,55 @@ class SetFolder:
             free = "free space unknown"
         return RftError(str(self.root), f"no space left for the prepared set ({problem}; {free})", do=_ELSEWHERE)
 
-    # ---- keys without reading the data again
+    # ---- what need not be found out again
 
-    def known_key(self, spec: str, files: Sequence[Path], compute: Callable[[], str]) -> str:
-        """`compute()`, skipped where spec and the identity of every file equal those of an earlier call.
+    def known(self, kind: str, subject: Any, compute: Callable[[], str], *, keep: bool = True) -> str:
+        """`compute()`, skipped where an earlier call for the same subject (JSON) left its answer.
 
-        Identity is device, inode, size, mtime_ns and ctime_ns; a ctime cannot be set back by hand.
+        The note holds what it is about and a hash of itself: one that was moved, changed or cut is not believed but
+        replaced. keep: whether the answer may be noted.
         """
-        stats = [os.stat(file) for file in files]
-        identity = [[s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for s in stats]
-        digest = hashlib.sha256(json.dumps([spec, identity]).encode()).hexdigest()[:32]
-        note = self.root / "known" / digest
+        told = json.dumps(subject, sort_keys=True)
+        note = self.root / "known" / f"{kind}-{_digest(told)}"
         try:
-            key = note.read_text("ascii").strip()
-            if key:
-                return key
-        except (OSError, UnicodeDecodeError):
+            found = json.loads(note.read_bytes())
+            if found["subject"] == told and found["sha256"] == _digest(told, found["answer"]):
+                return str(found["answer"])
+        except (OSError, ValueError, TypeError, KeyError):
             pass
-        newest = max((max(s.st_mtime_ns, s.st_ctime_ns) for s in stats), default=0)
-        settled = newest < time.time_ns() - _RACY_NS
-        key = compute()
-        if settled:
+        answer = compute()
+        if keep:
+            text = json.dumps({"subject": told, "answer": answer, "sha256": _digest(told, answer)})
             with self.explain():
                 note.parent.mkdir(exist_ok=True)
                 temporary = note.with_name(f"{note.name}.tmp-{os.getpid()}")
-                temporary.write_text(key, "ascii")
+                temporary.write_text(text, "utf-8")
                 os.rename(temporary, note)
-        return key
+        return answer
+
+    def known_hashes(self, sources: Sequence[dict[str, Any]], compute: Callable[[dict[str, Any]], str]) -> list[str]:
+        """`compute(source)` for each source (as the extension takes it), without reading files that are as they were.
+
+        A file is as it was where device, inode, size, mtime_ns and ctime_ns are; a ctime cannot be set back by hand.
+        """
+        return [self._known_hash(source, compute) for source in sources]
+
+    def _known_hash(self, source: dict[str, Any], compute: Callable[[dict[str, Any]], str]) -> str:
+        try:
+            stat = os.stat(source["path"])
+        except OSError:
+            return compute(source)  # which says what is wrong with it
+        identity = [stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+        settled = max(stat.st_mtime_ns, stat.st_ctime_ns) < time.time_ns() - _RACY_NS
+        # Of some kinds of file only what the row needs is hashed.
+        choice = {
+            name: value for name, value in source.items() if name not in ("name", "roles", "set", "weight", "max_rows")
+        }
+        return self.known("file", [FORMAT_VERSION, choice, identity], lambda: compute(source), keep=settled)
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:32]
 
 
 def shown_path(text: str) -> str:
@@ -179,11 +201,3 @@ def shown_path(text: str) -> str:
 
 
 _ELSEWHERE = "free some space, or set data.store to a folder on another disk"
-
-
-def _sync_folder(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

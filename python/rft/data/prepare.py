@@ -6,18 +6,18 @@ how documents become packs is a plan beside the set and no part of it.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rft import log
+from rft import __version__, log
 from rft.config.data import DataConfig
-from rft.data.folder import SetFolder, default_root, shown_path
+from rft.data.folder import FORMAT_VERSION, SetFolder, default_root, shown_path
 from rft.data.sources import Caches, SourceFile, expand, write_rows
 from rft.data.template import ChatTemplate, callback, load_template, native_difference, spelled_control_tokens
 from rft.errors import ConfigError, DataError
@@ -33,8 +33,8 @@ SPLIT = ("held out", "not held out")
 _MANY_STRADDLING = 0.001
 """Share of tokens that straddle a mask's border above which it is said."""
 
-FORMAT_VERSION = 1
-"""Of what is handed to the extension; part of every key."""
+SHARD_BYTES: int | None = None
+"""Size of a shard's tokens; None = the extension's own. Part of every key."""
 
 Progress = Callable[[int, int, int], None]
 """Bytes read, bytes in all, rows read."""
@@ -59,11 +59,12 @@ def prepare(
     rows: Iterable[dict[str, Any]] | None = None,
     progress: Progress | None = None,
     lead: bool = True,
+    seed: int = 0,
 ) -> Prepared:
     """The training set and, where the config asks for one, the held-out set; reused when nothing changed.
 
     rows: stands in for the path of the only `[[data.train]]`. lead: False in processes that shall wait for another one
-    (local rank 0) to write. Raises RftError kinds: rows, files and templates that are wrong, a full disk.
+    (local rank 0) to write. seed: of the choice of rows where a data set has a fractional weight. Raises RftError kinds: rows, files and templates that are wrong, a full disk.
     """
     if data.eval and data.eval_fraction:
         raise ConfigError(
@@ -71,7 +72,7 @@ def prepare(
         )
     folder = SetFolder(data.store or default_root())
     template = load_template(data.template, tokenizer)
-    job = _Job(data, tokenizer, template, folder, progress or _nothing, lead)
+    job = _Job(data, tokenizer, template, folder, progress or _nothing, lead, seed)
     with _train_files(data, folder, rows, job.progress) as files:
         fraction = data.eval_fraction
         train, train_report = job.run("train", files, {"fraction": fraction, "part": "train"} if fraction else None)
@@ -98,8 +99,9 @@ class _Job:
     folder: SetFolder
     progress: Progress
     lead: bool
+    seed: int
     renderer: str | None = None
-    """Decided once, when the first set has to be written."""
+    """Decided once for both sets."""
 
     def run(self, name: str, files: list[SourceFile], holdout: dict[str, Any] | None) -> tuple[Store, dict[str, Any]]:
         from rft import _native
@@ -107,35 +109,47 @@ class _Job:
         began = time.perf_counter()
         spec = self.spec(files, holdout)
 
-        def chosen() -> str:
-            return json.dumps({**spec, "renderer": self.choose_renderer()}, ensure_ascii=False)
+        spec["renderer"] = self.choose_renderer()
 
-        def hashed() -> str:
+        def hash_of(source: dict[str, Any]) -> str:
             with self.folder.explain():
-                return _native.store_key(chosen())
+                return _native.source_hashes(json.dumps({**spec, "sources": [source]}))[0]
 
-        # Which renderer is asked for only where the key is not known: that compares two engines on the probe set.
-        short = {
-            **spec,
-            "tokenizer": {**spec["tokenizer"], "json": hashlib.sha256(self.tokenizer.json.encode()).hexdigest()},
-        }
-        key = self.folder.known_key(json.dumps(short), [file.path for file in files], hashed)
+        hashes = self.folder.known_hashes(spec["sources"], hash_of)
+        for source, xxh3 in zip(spec["sources"], hashes, strict=True):
+            source["xxh3"] = xxh3
+        text = json.dumps(spec, ensure_ascii=False)
+        with self.folder.explain():
+            key = _native.store_key(text)
 
-        def write(path: Path) -> None:
-            text = chosen()
+        def write(path: Path) -> dict[str, Any]:
             render = None
             if self.template is not None and self.renderer == "callback":
                 render = callback(self.template, self.tokenizer.special)
-            _native.prepare(text, str(path), self.progress, render)
-            if _native.Store(str(path)).key != key:
-                raise DataError("data", f"a file of the {name} set changed while it was read", do="prepare again")
+            made: dict[str, Any] = json.loads(_native.prepare(text, str(path), self.progress, render))
+            return made
 
-        store, reused = self.folder.make(key, write, lead=self.lead)
+        store, made = self.folder.make(key, write, lead=self.lead)
+        if made["written"]:
+            self._say_what_was_there(made)
         counts = json.loads(store.manifest).get("counts", {})
-        report = {**counts, "key": key, "store": store.path, "reused": reused}
+        report = {**counts, "key": key, "store": store.path, "reused": not made["written"]}
         report["seconds"] = round(time.perf_counter() - began, 3)
         report["paths"] = list(dict.fromkeys(file.config.path for file in files))
         return store, report
+
+    def _say_what_was_there(self, made: dict[str, Any]) -> None:
+        if made["resumed_rows"]:
+            log.say(
+                "data", f"went on behind {made['resumed_rows']:,} rows that an earlier run, which was stopped, had done"
+            )
+        older = self.folder.older_formats()
+        if older:
+            log.say(
+                "data",
+                f"{len(older)} prepared sets in {shown_path(str(self.folder.root))} are of another format version: "
+                "prepared anew (`rft data prune` removes them)",
+            )
 
     def spec(self, files: list[SourceFile], holdout: dict[str, Any] | None) -> dict[str, Any]:
         tokenizer = self.tokenizer
@@ -156,7 +170,10 @@ class _Job:
             "on_error": self.data.on_error,
             "control_tokens": self.data.control_tokens,
             "holdout": holdout,
+            "dedup": self.data.dedup,
+            "seed": self.seed,
             "threads": 0,
+            **({} if SHARD_BYTES is None else {"shard_bytes": SHARD_BYTES}),
         }
 
     def choose_renderer(self) -> str:
@@ -168,8 +185,12 @@ class _Job:
         return self.renderer
 
     def _check_template(self, template: ChatTemplate) -> None:
-        difference = native_difference(template, self.tokenizer.special)
-        if difference is not None:
+        # Two engines on the probe set take a while: the answer is kept for the same template and versions.
+        subject = [template.source, self.tokenizer.special, __version__, package_version("jinja2")]
+        difference = self.folder.known(
+            "renderer", subject, lambda: native_difference(template, self.tokenizer.special) or ""
+        )
+        if difference:
             self.renderer = "callback"
             log.warn(f"template ({template.name}) is rendered by jinja2, about 10 times slower: {difference}")
         missing = spelled_control_tokens(template, self.tokenizer)
@@ -259,6 +280,8 @@ def _sentence(name: str, part: dict[str, Any], report: dict[str, Any]) -> str:
         rows = f"{_names(part['paths'])}: {part['read']:,} rows ({formats}{template})"
         held = f", {elsewhere['held out']:,} held out" if elsewhere.get("held out") else ""
         pieces = [("held out: " if name == "eval" else "") + rows, f"{part['kept']:,} kept, {lost}{held}"]
+    if part.get("repeats"):
+        pieces.append(f"{part['repeats']:,} repeats by weight")
     pieces.append(f"{_short(part['tokens'])} tokens, {share(part['trained_tokens'], part['tokens'])} trained")
     plan = part.get("plan")
     if plan:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rft.config.data import SourceConfig
+from rft.config.explain import what_is_there
 from rft.data.code import code_rows
 from rft.data.remote import fetch, remote_files
 from rft.errors import DataError, RftError
@@ -39,6 +40,8 @@ class SourceFile:
 
     path: Path
     config: SourceConfig
+    number: int = 0
+    """Of the data set in the config."""
     name: str = ""
     """How messages call it, where not by its path."""
     member: str | None = None
@@ -53,6 +56,9 @@ class SourceFile:
             "format": self.config.format,
             "fields": dict(self.config.fields),
             "roles": dict(self.config.roles),
+            "set": self.number,
+            "weight": self.config.weight,
+            "max_rows": self.config.max_rows,
         }
 
 
@@ -81,29 +87,31 @@ def expand(sources: Iterable[SourceConfig], table: str, caches: Caches | None = 
         if source.rows and os.path.isdir(source.path):
             do = f"give the files: {os.path.join(source.path, '*')}"
             raise DataError(f"{key}.path", f"{source.path} is a folder, and rows takes files", do=do)
-        found.append((source, key, _files(source.path, f"{key}.path")))
+        found.append((number, source, key, _files(source.path, f"{key}.path")))
     # All at once, so that the files of one set never make room for each other.
-    urls = [str(file) for _, _, files in found for file in files if isinstance(file, str)]
+    urls = [str(file) for *_, files in found for file in files if isinstance(file, str)]
     fetched = fetch(urls, caches) if urls else {}
     result = []
-    for source, key, files in found:
+    for number, source, key, files in found:
         for file in files:
             path, name = (fetched[file], file) if isinstance(file, str) else (file, "")
             if source.rows:
-                result.append(_of_code(source, source.rows, path, name, key, caches))
+                result.append(_of_code(source, number, path, name, key, caches))
             elif path.name.lower().endswith(KINDS["archive"]):
                 members = _members(path, f"{key}.path")
-                result += [SourceFile(path, source, f"{name or path}/{member}", member) for member in members]
+                result += [SourceFile(path, source, number, f"{name or path}/{member}", member) for member in members]
             else:
-                result.append(SourceFile(path, source, name))
+                result.append(SourceFile(path, source, number, name))
     return result
 
 
-def _of_code(source: SourceConfig, rows: str, path: Path, name: str, key: str, caches: Caches | None) -> SourceFile:
+def _of_code(source: SourceConfig, number: int, path: Path, name: str, key: str, caches: Caches | None) -> SourceFile:
     if caches is None or not caches.code:
         raise DataError(f"{key}.rows", "runs code, which is off", do="set data.allow_code = true if you trust it")
+    rows = source.rows
+    assert rows is not None
     made = code_rows(rows, path, caches.folder / "rows", f"{key}.rows", write_rows)
-    return SourceFile(made, source, f"{rows}({name or path.name})")
+    return SourceFile(made, source, number, f"{rows}({name or path.name})")
 
 
 def _files(path: str, where: str) -> list[Path] | list[str]:
@@ -120,6 +128,8 @@ def _files(path: str, where: str) -> list[Path] | list[str]:
         if not found:
             raise DataError(where, f"{path} matches no file", wanted=_WANTED)
         return found
+    if there := what_is_there(plain):
+        raise DataError(where, f"{path} {there}", wanted=_WANTED)
     raise DataError(where, f"{path} does not exist", do=_did_you_mean(plain))
 
 

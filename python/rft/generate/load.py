@@ -14,6 +14,7 @@ from rft.config.model import ModelConfig
 from rft.data.conversation import PromptEncoder
 from rft.data.template import ChatTemplate, load_template
 from rft.models.load import build_meta, find_model, materialise
+from rft.models.source import ModelSource
 from rft.models.tokenizer import TokenizerFiles, load_tokenizer
 
 
@@ -25,6 +26,7 @@ class Speaker:
     encoder: PromptEncoder
     device: torch.device
     name: str
+    source: ModelSource
 
     @property
     def tokenizer(self) -> TokenizerFiles:
@@ -57,7 +59,7 @@ def load_speaker(target: Target, *, device: torch.device | None = None, dtype: t
         materialise(model, source, device)
     model.eval()
     template = _template(target, tokenizer, home)
-    return Speaker(model, PromptEncoder(template, tokenizer), device, target.name)
+    return Speaker(model, PromptEncoder(template, tokenizer), device, target.name, source)
 
 
 def generation_dtype(device: torch.device) -> torch.dtype:

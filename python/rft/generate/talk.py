@@ -10,6 +10,7 @@ import torch
 
 from rft.errors import DataError
 from rft.generate.load import Speaker
+from rft.models.finite import useless_numbers
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ def answer(
 ) -> Turn:
     """The assistant's next turn. on_text gets each new piece of text as soon as it is there.
 
-    Raises DataError where the conversation fills the model's context.
+    Raises DataError where the conversation fills the model's context, ModelError where the model gives no numbers.
     """
     sampling = sampling or Sampling()
     prompt = speaker.encoder.prompt(messages)
@@ -57,6 +58,14 @@ def answer(
     options: dict[str, Any] = {"do_sample": sampling.temperature > 0}
     if sampling.temperature > 0:
         options |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
+    from transformers import LogitsProcessorList
+
+    def refuse_useless_logits(_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """From logits that are no numbers a token would be chosen all the same, and the text would look like bad training."""
+        if bool(torch.isnan(logits).any()) or not bool(torch.isfinite(logits).any()):
+            raise useless_numbers(speaker.source, "the model's logits are not finite")
+        return logits
+
     with torch.inference_mode():
         speaker.model.generate(
             input_ids=torch.tensor([prompt], device=speaker.device),
@@ -66,6 +75,7 @@ def answer(
             pad_token_id=speaker.tokenizer.pad_id,
             use_cache=True,
             streamer=stream,
+            logits_processor=LogitsProcessorList([refuse_useless_logits]),
             **_without_defaults(speaker.model, options),
         )
     stream.end()

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -137,6 +137,28 @@ class AttentionState:
             _current.documents = outer
 
 
+class CallConstants(NamedTuple):
+    """What a layer hands to its attention beside the tensors of the batch."""
+
+    scaling: float | None
+    dropout: float
+    sliding_window: int | None
+    softcap: float | None
+    sinks: Tensor | None
+
+
+@contextmanager
+def recorded() -> Iterator[list[CallConstants]]:
+    """Inside, every call of `attention` on this thread leaves what it was given."""
+    outer = getattr(_current, "recorder", None)
+    calls: list[CallConstants] = []
+    _current.recorder = calls
+    try:
+        yield calls
+    finally:
+        _current.recorder = outer
+
+
 def register() -> None:
     """Make "rft" known to `transformers`' registries. Doing it again changes nothing."""
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -221,6 +243,9 @@ def attention(
     if is_causal is False:
         raise Refused(type(module).__name__, "its attention is not causal", wanted="a decoder")
     state: AttentionState | None = module.__dict__.get("rft_attention")
+    recorder: list | None = getattr(_current, "recorder", None)
+    if recorder is not None:
+        recorder.append(CallConstants(scaling, dropout, sliding_window, softcap, s_aux))
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     query, key, value = _compute_type(query, key, value)
     inputs = backends.Inputs(query, key, value, scale, dropout if module.training else 0.0, softcap, s_aux)

@@ -37,6 +37,9 @@ class Facts:
     num_experts: int
     experts_per_token: int
     is_tied: bool
+    num_kv_heads: int = 0
+    intermediate_size: int = 0
+    """Of one token: of all experts that it meets."""
 
     def flops(self, lengths: Iterable[int]) -> float:
         """FLOPs that one training step on documents of these lengths really needs: no recompute.
@@ -81,7 +84,18 @@ def describe(model: Any) -> Facts:
         num_experts=experts if moe else 0,
         experts_per_token=chosen if moe else 0,
         is_tied=head is not None and _weight(head) is _weight(embedding),
+        num_kv_heads=_first(config, "num_key_value_heads", default=None) or heads,
+        intermediate_size=_intermediate(config, hidden, chosen if moe else 0),
     )
+
+
+def _intermediate(config: Any, hidden: int, chosen: int) -> int:
+    """Width of what a token is between the linears of its MLP, or of all experts that it meets."""
+    dense = _first(config, "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", default=None) or 4 * hidden
+    if not chosen:
+        return dense
+    shared = _first(config, "shared_expert_intermediate_size", "shared_intermediate_size", default=0) or 0
+    return chosen * (_first(config, "moe_intermediate_size", default=None) or dense) + shared
 
 
 def has_experts(model: Any) -> bool:

@@ -1,10 +1,10 @@
-"""RMSNorm through `F.rms_norm`, in the three castings that models use. N: columns, the last dim."""
+"""RMSNorm in the three castings that models use, through our kernel or `F.rms_norm`. N: columns, the last dim."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -24,14 +24,21 @@ CASTINGS: dict[Casting, str] = {
 class RMSNorm(nn.Module):
     """y = x / sqrt(mean(x^2) + eps) * weight over the last dim. Shares the weight of the module that it stands in for."""
 
-    def __init__(self, weight: nn.Parameter, eps: float, casting: Casting):
+    def __init__(self, weight: nn.Parameter, eps: float, casting: Casting, *, kernel: bool = False):
         super().__init__()
         self.weight = weight
         self.eps = self.variance_epsilon = eps  # both names are read by models
         self.casting = casting
+        self.kernel = kernel
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         x, weight, shape = hidden_states, self.weight, (hidden_states.shape[-1],)
+        # a wider weight widens the result of `round_then_scale`, which the kernel does not
+        if self.kernel and (self.casting != "round_then_scale" or x.dtype == weight.dtype):
+            from rft.kernels.rms_norm import rms_norm
+
+            offset, before = float(self.casting == "one_plus_weight"), self.casting == "round_then_scale"
+            return rms_norm(x, weight, self.eps, offset=offset, cast_before_weight=before)
         if self.casting == "round_then_scale":
             # autocast makes F.rms_norm answer in fp32; the module it replaces does not
             return weight * F.rms_norm(x, shape, None, self.eps).to(x.dtype)
@@ -41,7 +48,7 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x.float(), shape, scale, self.eps).to(x.dtype)
 
     def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, eps={self.eps:g}, {self.casting}"
+        return f"{self.weight.shape[0]}, eps={self.eps:g}, {self.casting}{', kernel' if self.kernel else ''}"
 
 
 def _epsilon(module: nn.Module) -> float | None:
@@ -63,20 +70,23 @@ def looks_like_rms_norm(module: nn.Module) -> bool:
     return len([a for a in arguments if a.kind is not a.VAR_KEYWORD]) == 1
 
 
-def _candidates(module: nn.Module) -> list[Candidate]:
+def _candidates(module: nn.Module, kernels: bool) -> list[Candidate]:
     eps = _epsilon(module)
     assert eps is not None
 
     def building(casting: Casting) -> Callable[[nn.Module], nn.Module]:
-        return lambda original: RMSNorm(original._parameters["weight"], eps, casting)  # type: ignore[arg-type]
+        return lambda original: RMSNorm(original._parameters["weight"], eps, casting, kernel=kernels)  # type: ignore[arg-type]
 
     return [Candidate(words, building(casting)) for casting, words in CASTINGS.items()]
 
 
-def _inputs(module: nn.Module, generator: torch.Generator) -> tuple[Any, ...]:
+def _inputs(module: nn.Module, generator: torch.Generator) -> tuple[Tensor, ...]:
     """A mean away from zero tells an RMSNorm from a norm that subtracts the mean (Cohere 2)."""
     columns = module._parameters["weight"].shape[0]  # type: ignore[union-attr]
     return (torch.randn(3, 5, columns, generator=generator) * 1.5 + 0.7,)
 
 
-RMS_NORM = Matcher("rms_norm", looks_like_rms_norm, _candidates, _inputs)
+def rms_norm_matcher(*, kernels: bool) -> Matcher:
+    """kernels: through our kernel; else through torch."""
+    what = "rms_norm kernel" if kernels else "rms_norm"
+    return Matcher(what, looks_like_rms_norm, lambda module: _candidates(module, kernels), _inputs)

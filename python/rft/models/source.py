@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from rft.config.explain import nearest_path
 from rft.config.model import ModelConfig
 from rft.errors import ModelError
 
@@ -134,7 +135,7 @@ def _snapshot(cfg: ModelConfig) -> Path:
         raise ModelError(
             where,
             "is no directory, and not in the local cache (HF_HUB_OFFLINE is set)",
-            do=f"hf download {cfg.path}, or give a directory",
+            do=_did_you_mean(cfg.path) or f"hf download {cfg.path}, or give a directory",
         )
     try:
         return Path(snapshot_download(cfg.path, revision=cfg.revision, allow_patterns=_HUB_FILES))
@@ -145,8 +146,14 @@ def _snapshot(cfg: ModelConfig) -> Path:
         raise ModelError(
             where,
             f"is no directory, not in the local cache, and could not be downloaded: {reason}",
-            do="give a directory, or check the id, the network and your access",
+            do=_did_you_mean(cfg.path) or "give a directory, or check the id, the network and your access",
         ) from None
+
+
+def _did_you_mean(path: str) -> str:
+    """A mistyped path looks like a hub id: the folder or file of a similar name here, or ""."""
+    near = nearest_path(Path.cwd() / path)
+    return f"did you mean {os.path.relpath(near)}? It is here" if near else ""
 
 
 def _complete(directory: Path) -> bool:

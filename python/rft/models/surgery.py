@@ -1,7 +1,7 @@
 """Verified swap: find modules by structure, compare ours with the original, replace on the instance only where they agree.
 
 The comparison runs on a materialised copy of each distinct module with that module's own attributes, so it works while
-the model is on meta: forward and gradients, in fp32, in bf16, and in bf16 with an fp32 weight plain and under autocast.
+the model is on meta: forward and gradients, in fp32, in bf16, and for norms in bf16 with an fp32 weight plain and under autocast.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,10 @@ from rft.models.receipts import Receipts
 _ALLOWED_FORWARD = {torch.float32: 1e-5, torch.bfloat16: 5e-4}
 # Gradients may be rounded at other places than the original's
 _ALLOWED_GRADIENT = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
+# Where products are summed in another order: in bf16, error against the original in fp32 over the original's own error
+ALLOWED_RATIO = 1.5
+RATIO = "times as wrong: "
+"""Begins the name of such a check in receipts."""
 
 
 @dataclass(frozen=True)
@@ -32,14 +36,29 @@ class Candidate:
     """Original -> ours, sharing its parameters under the same names."""
 
 
+def _call(part: nn.Module, tensors: list[Tensor]) -> tuple[Tensor, Any]:
+    return part(*tensors), None
+
+
 @dataclass(frozen=True)
 class Matcher:
     """One kind of part: what it looks like, what could replace it, and inputs to compare on."""
 
     what: str
     matches: Callable[[nn.Module], bool]
-    candidates: Callable[[nn.Module], list[Candidate]]
-    inputs: Callable[[nn.Module, torch.Generator], tuple[Any, ...]]
+    candidates: Callable[[nn.Module], list[Candidate] | str]
+    """What could replace it, or why nothing can."""
+    inputs: Callable[[nn.Module, torch.Generator], tuple[Tensor, ...]]
+    """Tensors that get a gradient."""
+    call: Callable[[nn.Module, list[Tensor]], tuple[Tensor, Any]] = _call
+    """Module and inputs -> (output, anything that has to be equal besides)."""
+    rounding: Literal["same", "no worse"] = "same"
+    """What bf16 is held to: the original's own roundings; or no larger an error than the original's, where products are summed
+    in another order."""
+    train_all: bool = True
+    """Whether every parameter gets a gradient in the comparison, or those that the run trains."""
+    key: Callable[[nn.Module], Any] = lambda module: None
+    """What two modules differ in besides their attributes and shapes."""
 
 
 @dataclass
@@ -49,18 +68,42 @@ class _Verdict:
     why: str = ""
 
 
-def default_matchers() -> list[Matcher]:
-    """Every part that rft has a replacement for."""
-    from rft.models.norm import RMS_NORM
+def default_matchers(model: Any = None, *, kernels: bool = False) -> list[Matcher]:
+    """Every part that rft has a replacement for. kernels: with the Triton kernels; False: plain torch."""
+    from rft.models.norm import rms_norm_matcher
 
-    return [RMS_NORM]
+    if not kernels:
+        return [rms_norm_matcher(kernels=False)]
+    from rft.models.attention_block import attention_matcher
+    from rft.models.linear import LORA_LINEAR
+    from rft.models.mlp import GATED_MLP
+
+    return [rms_norm_matcher(kernels=True), LORA_LINEAR, GATED_MLP, attention_matcher(model)]
+
+
+def why_no_kernels(device: torch.device) -> str | None:
+    """Why the Triton kernels cannot run here, or None."""
+    if device.type != "cuda":
+        return f"they need CUDA, this is a {device.type}"
+    try:
+        import rft.kernels.launch  # noqa: F401
+    except ImportError as error:
+        return f"triton cannot be imported: {error}"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "they need compute capability 8.0 (Ampere) or newer"
+    return None
 
 
 def apply_swaps(
-    model: nn.Module, receipts: Receipts, *, device: torch.device | str = "cpu", matchers: list[Matcher] | None = None
+    model: nn.Module,
+    receipts: Receipts,
+    *,
+    device: torch.device | str = "cpu",
+    matchers: list[Matcher] | None = None,
+    kernels: bool = False,
 ) -> nn.Module:
     """Swap what can be shown to be equal on `device`, write receipts, and return the model. Parameter names stay."""
-    for matcher in matchers if matchers is not None else default_matchers():
+    for matcher in matchers if matchers is not None else default_matchers(model, kernels=kernels):
         receipts.ask(matcher.what)
         _swap(model, matcher, receipts, torch.device(device))
     return model
@@ -76,7 +119,7 @@ def _swap(model: nn.Module, matcher: Matcher, receipts: Receipts, device: torch.
             why = "PEFT keeps a frozen and a trained copy of it"
             declined[why] = declined.get(why, 0) + 1
             continue
-        key = _signature(module)
+        key = (*_signature(module), matcher.key(module))
         if key not in verdicts:
             verdicts[key] = _verify(module, matcher, device)
         verdict = verdicts[key]
@@ -99,6 +142,12 @@ def _swap(model: nn.Module, matcher: Matcher, receipts: Receipts, device: torch.
 
 def _signature(module: nn.Module) -> tuple:
     """Modules with equal signatures compute the same function of their weights."""
+    parts = tuple((n, type(m), _plain_attributes(m)) for n, m in module.named_modules())
+    shapes = tuple((n, tuple(p.shape), p.requires_grad) for n, p in module.named_parameters())
+    return parts, shapes
+
+
+def _plain_attributes(module: nn.Module) -> tuple:
     plain = {
         k: repr(v)
         for k, v in vars(module).items()
@@ -106,38 +155,79 @@ def _signature(module: nn.Module) -> tuple:
     }
     plain.pop("training", None)
     plain.pop("layer_idx", None)
-    shapes = tuple((n, tuple(p.shape)) for n, p in module.named_parameters())
-    return type(module), shapes, tuple(sorted(plain.items()))
+    return tuple(sorted(plain.items()))
 
 
 def _verify(module: nn.Module, matcher: Matcher, device: torch.device) -> _Verdict:
     """The first candidate that agrees in every check, with its errors; else the nearest one's failure."""
+    candidates = matcher.candidates(module)
+    if isinstance(candidates, str):
+        return _Verdict(None, {}, candidates)
     problems: list[tuple[float, str]] = []
-    for candidate in matcher.candidates(module):
+    for candidate in candidates:
         checked: dict[str, float] = {}
         worst, why = 0.0, ""
-        for label, kind, weight_kind, autocast in _checks(device):
-            errors = _compare(module, candidate, matcher, device, kind, weight_kind, autocast)
+        for label, kind, weight_kind, autocast in _checks(device, matcher):
+            try:
+                errors = _compare(module, candidate, matcher, device, kind, weight_kind, autocast)
+            except _CANNOT_RUN as raised:
+                worst, why = float("inf"), f"{label} cannot be compared: {_first_line(raised)}"
+                break
+            ratio = matcher.rounding == "no worse" and kind != torch.float32
             for part, error in errors.items():
-                checked[f"{label} {part}"] = error
+                checked[f"{RATIO if ratio else ''}{label} {part}"] = error
                 allowed = (_ALLOWED_FORWARD if part == "forward" else _ALLOWED_GRADIENT)[kind]
+                allowed = ALLOWED_RATIO if ratio else allowed
                 if not error <= allowed and (error / allowed > worst or error != error):
-                    worst, why = error / allowed, f"{label} {part} differs by {error:.1e} (allowed {allowed:.0e})"
+                    how = f"is {error:.1f} times as wrong as the original" if ratio else f"differs by {error:.1e}"
+                    worst, why = error / allowed, f"{label} {part} {how} (allowed {allowed:.1g})"
+            if why:
+                break
         if not why:
             return _Verdict(candidate, checked)
         problems.append((worst, why))
     return _Verdict(None, {}, min(problems)[1] if problems else "nothing to replace it with")
 
 
-def _checks(device: torch.device) -> list[tuple[str, torch.dtype, torch.dtype, bool]]:
+# What modules raise for inputs of another kind than they expect: then there is nothing to compare, and nothing is swapped.
+_CANNOT_RUN = (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError, NotImplementedError)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:160]
+
+
+def _checks(device: torch.device, matcher: Matcher) -> list[tuple[str, torch.dtype, torch.dtype, bool]]:
     """(label, type of the input, type of the weights, under autocast)."""
     half = torch.bfloat16
+    plain = [("fp32", torch.float32, torch.float32, False), ("bf16", half, half, False)]
+    if matcher.rounding == "no worse":
+        return plain[: 1 if interpreted(device) else 2]
+    if interpreted(device) and matcher.what.endswith("kernel"):
+        return plain[:1]
     return [
-        ("fp32", torch.float32, torch.float32, False),
-        ("bf16", half, half, False),
+        *plain,
         ("bf16, fp32 weight", half, torch.float32, False),
         ("bf16, fp32 weight, autocast", half, torch.float32, True),
     ]
+
+
+def interpreted(device: torch.device) -> bool:
+    """Whether kernels run in Triton's interpreter, whose bf16 stores round toward zero: fp32 is all it can prove."""
+    return device.type == "cpu"
+
+
+def _materialised(module: nn.Module, device: torch.device, train_all: bool) -> nn.Module:
+    """A copy with random fp32 weights that keep activations near one, and norms off one and zero."""
+    flags = {n: p.requires_grad for n, p in module.named_parameters()}
+    made = copy.deepcopy(module).to_empty(device=device).float()
+    generator = torch.Generator(device=device).manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator, device=device)
+            parameter.copy_(noise * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else noise * 0.3 + 0.5)
+            parameter.requires_grad_(train_all or flags[name])
+    return made
 
 
 def _compare(
@@ -149,34 +239,61 @@ def _compare(
     weight_kind: torch.dtype,
     autocast: bool,
 ) -> dict[str, float]:
-    generator = torch.Generator().manual_seed(0)
-    original = copy.deepcopy(module).to_empty(device=device).to(weight_kind)
-    with torch.no_grad():
-        for parameter in original.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3 + 0.5)
-    original.requires_grad_(True)
+    exact = _materialised(module, device, matcher.train_all)
+    original = copy.deepcopy(exact).to(weight_kind)
     ours = candidate.build(copy.deepcopy(original))
-    inputs = [t.to(device, kind) for t in matcher.inputs(module, generator)]
-    runs = []
-    for part in (original, ours):
-        arguments = [t.clone().requires_grad_(True) for t in inputs]
-        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-            output = part(*arguments)
-        slope = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
-        output.backward(slope)
-        weights = dict(part.named_parameters())
-        runs.append((output.detach(), [t.grad for t in arguments], [weights[n].grad for n in sorted(weights)]))
-    (out, out_inputs, out_weights), (own, own_inputs, own_weights) = runs
-    if own.dtype != out.dtype or own.shape != out.shape:
+    inputs = [t.to(device, kind) for t in matcher.inputs(module, torch.Generator().manual_seed(0))]
+    theirs = _run(original, inputs, matcher, autocast)
+    own = _run(ours, inputs, matcher, autocast)
+    if own.output.dtype != theirs.output.dtype or own.output.shape != theirs.output.shape or own.more != theirs.more:
         return {"forward": float("inf")}
-    return {
-        "forward": _relative(own, out),
-        "input gradient": max((_relative(a, b) for a, b in zip(own_inputs, out_inputs, strict=True)), default=0.0),
-        "weight gradient": max((_relative(a, b) for a, b in zip(own_weights, out_weights, strict=True)), default=0.0),
-    }
+    if matcher.rounding == "same" or kind == torch.float32:
+        return _differences(own, theirs, _relative)
+    truth = _run(exact.to(kind).float(), [t.float() for t in inputs], matcher, False)
+    return _differences(own, theirs, _times_as_wrong, truth)
+
+
+@dataclass
+class _Run:
+    output: Tensor
+    inputs: list[Tensor | None]
+    weights: list[Tensor | None]
+    more: Any
+
+
+def _run(part: nn.Module, inputs: list[Tensor], matcher: Matcher, autocast: bool) -> _Run:
+    arguments = [t.clone().requires_grad_(True) for t in inputs]
+    device = inputs[0].device
+    with torch.enable_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(0)  # the same dropout in both
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+            output, more = matcher.call(part.train(), arguments)
+    slope = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
+    with torch.enable_grad():
+        output.backward(slope)
+    weights = dict(part.named_parameters())
+    return _Run(output.detach(), [t.grad for t in arguments], [weights[n].grad for n in sorted(weights)], more)
+
+
+def _differences(own: _Run, theirs: _Run, error: Callable[..., float], truth: _Run | None = None) -> dict[str, float]:
+    def largest(name: str) -> float:
+        lists = [getattr(run, name) for run in (own, theirs, truth) if run is not None]
+        return max((error(*each) for each in zip(*lists, strict=True)), default=0.0)
+
+    outputs = [run.output for run in (own, theirs, truth) if run is not None]
+    return {"forward": error(*outputs), "input gradient": largest("inputs"), "weight gradient": largest("weights")}
 
 
 def _relative(own: Tensor | None, original: Tensor | None) -> float:
     if own is None or original is None:
         return 0.0 if own is original else float("inf")
     return float((own.float() - original.float()).norm() / original.float().norm().clamp_min(1e-12))
+
+
+def _times_as_wrong(own: Tensor | None, original: Tensor | None, truth: Tensor | None) -> float:
+    """Our error over the original's, which counts as at least a thousandth: a quarter of a bf16 step."""
+    if own is None or original is None or truth is None:
+        return 0.0 if own is original is truth else float("inf")
+    size = truth.norm().clamp_min(1e-12)
+    ours, theirs = ((t.float() - truth).norm() / size for t in (own, original))
+    return float(ours / theirs.clamp_min(1e-3))

@@ -200,10 +200,28 @@ def _hub_directory(model: ModelConfig) -> Path:
         ) from None
 
 
+TOKENIZER_FILES = (
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "tokenizer_config.json",
+    "tiktoken.model",
+)
+"""Those from which transformers may make a fast tokenizer where there is no tokenizer.json."""
+
+
 def _converted(model: ModelConfig, find: ModelFiles, config: dict[str, Any]) -> Any:
     """The fast form of a tokenizer that has no tokenizer.json (SentencePiece or vocab + merges), by transformers."""
     from transformers import AutoTokenizer
 
+    if not any((Path(find.directory) / name).is_file() for name in TOKENIZER_FILES):
+        raise ModelError(
+            str(find.directory),
+            "holds no tokenizer",
+            wanted="tokenizer.json, tokenizer.model, or vocab.json and merges.txt",
+            do="copy the tokenizer's files there from where the model came from",
+        )
     try:
         loaded = AutoTokenizer.from_pretrained(find.directory, trust_remote_code=model.trust_remote_code)
     except Exception as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rft.errors import ConfigError
+from rft.ranks import read_ranks
 
 # Ranks meet in a collective only after everyone is through loading weights and, on a cold store, the first one is through
 # preparing data; a rank that *fails* is ended by the launcher long before this.
@@ -33,10 +33,11 @@ class World:
 def join_world(device: str | None = None) -> World:
     """Join the other processes as the launcher's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) says.
 
-    device: "cpu", "cuda", or None = cuda where there is one. Raises ConfigError where a process has no GPU of its own.
+    device: "cpu", "cuda", or None = cuda where there is one. Raises ConfigError where the environment is none
+    that a launcher makes, and where a process has no GPU of its own.
     """
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    ranks = read_ranks()
+    rank, world_size, local_rank = ranks.rank, ranks.world_size, ranks.local_rank
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda":
         count = torch.cuda.device_count()

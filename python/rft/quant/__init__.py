@@ -1,4 +1,4 @@
-"""How base weights are held, and the one function through which they are read."""
+"""How base weights are held, and the functions through which they are read."""
 
 from __future__ import annotations
 
@@ -17,3 +17,17 @@ def read(linear: nn.Module) -> Tensor:
     if type(weight) not in (nn.Parameter, Tensor) or not weight.is_floating_point():
         raise TypeError(f"{type(linear).__name__} holds its weight as {type(weight).__name__} ({weight.dtype})")
     return weight
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether it is a linear that the fused operations know: its weight is [out, in], held as `held` says."""
+    return type(module) is nn.Linear or hasattr(module, "rft_held")
+
+
+def held(linear: nn.Module) -> Any:
+    """The frozen weight of a linear as the fused operations take it; None where it is trained or of another class."""
+    if hasattr(linear, "rft_held"):
+        return linear.rft_held()  # type: ignore[operator]
+    weight: Any = linear.weight
+    plain = type(weight) in (nn.Parameter, Tensor) and weight.is_floating_point() and not weight.requires_grad
+    return weight if plain else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 
@@ -9,7 +10,7 @@ def write_report(run_dir: Path | str) -> Path:
     """Write `report.html` into a run directory from what lies there, and return its path.
 
     Works on an unfinished run too. Files that are missing leave their section out and say so.
-    Raises ConfigError where the directory holds no run.
+    Raises ConfigError where the directory holds no run, OSError where it cannot be written: an older report stays.
     """
     from rft.report.page import render
     from rft.report.read import read_run
@@ -18,6 +19,12 @@ def write_report(run_dir: Path | str) -> Path:
     path = run.path / "report.html"
     # a viewer that reloads in the middle of the write sees the old page, never half of one
     partial = path.with_suffix(".html.partial")
-    partial.write_text(render(run), encoding="utf-8")
-    partial.replace(path)
+    text = render(run)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
     return path

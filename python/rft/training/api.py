@@ -12,16 +12,18 @@ from rft import log
 from rft.checkpoint.load import Checkpoint, open_checkpoint
 from rft.config.load import load_config
 from rft.config.root import Config
+from rft.errors import RftError
 from rft.parallel.collectives import broadcast_json
 from rft.parallel.mesh import World, join_world, leave_world
 from rft.training import headline
 from rft.training.loop import train as train_run
 from rft.training.result import Result
-from rft.training.resume import RunLock, Start, begin, choose_run_dir, lock_run_dir
-from rft.training.rundir import LOG, write_run_files
+from rft.training.resume import LOG, RunLock, Start, begin, take_run_dir
+from rft.training.rundir import write_run_files
 from rft.training.setup import Job, add_data, build_loaders, build_run, inspect_job
 from rft.training.state import check_same_plan
 
+PAGE = "report.html"
 Report = Callable[[Path], object]
 """Writes a page about a run directory. Given from above: the report knows training's files, training knows no report."""
 
@@ -56,13 +58,19 @@ def train_config(
     world = join_world(device)
     log.set_rank(world.rank)
     assert config.train.out is not None, "load_config() fills in train.out"
-    run_dir = Path(broadcast_json(str(choose_run_dir(Path(config.train.out), new=new)), world.group))
     lock: RunLock | None = None
     try:
         if world.rank == 0:
-            lock = lock_run_dir(run_dir)
-            log.open_run_log(run_dir / LOG)
+            lock = take_run_dir(Path(config.train.out), new=new)
+            log.open_run_log(lock.run_dir / LOG)
+        run_dir = Path(broadcast_json(str(lock.run_dir) if lock else None, world.group))
         return _train_in(config, world, run_dir, rows, config_path, report)
+    except (RftError, OSError, KeyboardInterrupt) as error:
+        log.record("error", str(error))
+        log.close_run_log()
+        if lock is not None:
+            lock.undo()
+        raise
     finally:
         log.close_run_log()
         if lock is not None:
@@ -90,7 +98,7 @@ def _train_in(
     if start.kind == "finished":
         if start.checkpoint is not None:
             check_same_plan(run_dir, build_loaders(job)[0], start.checkpoint)
-        return already_finished(run_dir, config_path)
+        return already_finished(run_dir, config_path, report if world.rank == 0 else None)
     run = build_run(job, run_dir, start.checkpoint)
     if run.is_main:
         write_run_files(run)
@@ -105,7 +113,7 @@ def _train_in(
         if run.eval_loader is not None:
             run.eval_loader.close()
     if run.is_main and report is not None:
-        report(run_dir)
+        write_page(report, run_dir)
     headline.tell_end(run, time.perf_counter() - began)
     return result
 
@@ -123,8 +131,24 @@ def begin_on_all(job: Job, run_dir: Path) -> Start:
     return Start(found["kind"], checkpoint)
 
 
-def already_finished(run_dir: Path, config_path: Path | None) -> Result:
-    """Say so, and how to run it again; the result is that of the run."""
+def write_page(report: Report, run_dir: Path) -> None:
+    """The report of a run whose results are all on disk: what goes wrong with it costs the page and not the run."""
+    try:
+        report(run_dir)
+    except OSError as error:
+        log.warn(
+            f"the report could not be written to {headline.shown(run_dir)}: {log.reason(error)}. "
+            "The run itself is finished and complete",
+            do="free some space, or see to the permissions, and start the same command again: it writes the report alone",
+        )
+
+
+def already_finished(run_dir: Path, config_path: Path | None, report: Report | None = None) -> Result:
+    """Say so, and how to run it again; the result is that of the run. report: for a page that could not be written then."""
+    if report is not None and not (run_dir / PAGE).exists():
+        write_page(report, run_dir)
+        if (run_dir / PAGE).exists():
+            log.line(f"the report was missing: written to {headline.shown(run_dir / PAGE)}")
     command = f"rft train --new {headline.shown(config_path.absolute())}" if config_path else "another train.out"
     log.line(f"{headline.shown(run_dir)} holds this run, finished. To run it again: {command}")
     summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rft.errors import TrainingError
 from rft.losses import NEXT_TOKEN
+from rft.models.finite import useless_numbers
 from rft.parallel.apply import reshard
 from rft.parallel.collectives import sum_over_ranks, sum_tensor_over_ranks
 
@@ -66,10 +66,13 @@ def evaluate(run: Run | HeldOut, progress: Callable[[int, int], None] | None = N
     counts = sum_over_ranks(counts, run.data_group)
     loss = float(sum_tensor_over_ranks(loss_sum, run.data_group)) / counts["weight"]
     if not torch.isfinite(torch.tensor(loss)):
-        raise TrainingError(
-            f"evaluation after step {run.state.step}",
+        raise useless_numbers(
+            run.source,
             f"the held-out loss is {loss}",
-            do='lower optim.lr, or use train.precision = "fp32"; the last checkpoint is intact',
+            where=f"evaluation after step {run.state.step}",
+            do='lower optim.lr, or use train.precision = "fp32"; the last checkpoint is intact'
+            if run.state.step
+            else 'use train.precision = "fp32": nothing has been trained yet',
         )
     return Evaluation(loss, int(counts["label_tokens"]), int(counts["tokens"]), time.perf_counter() - start)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,8 @@ def tell_model(job: Job) -> None:
     facts, adapter = job.facts, job.config.adapter
     base = facts.num_parameters
     if isinstance(adapter, LoraConfig):
-        kinds = {
-            name.rpartition(".lora_A")[0].rpartition(".")[2]
-            for name, _ in job.model.named_parameters()
-            if ".lora_A." in name
-        }
         how = (
-            f"LoRA r {adapter.r} on {len(kinds)} kinds of linear"
+            f"LoRA r {adapter.r} on {adapted_kinds(name for name, _ in job.model.named_parameters())}"
             if adapter.path is None
             else f"LoRA, going on from {adapter.path}"
         )
@@ -40,6 +35,17 @@ def tell_model(job: Job) -> None:
         how = "all of them"
     name = job.source.hub_id or Path(job.config.model.path).name
     log.say("model", f"{name} · {count(base)} parameters, {count(facts.num_trained)} trained ({how})")
+
+
+def adapted_kinds(names: Iterable[str]) -> str:
+    """What adapters sit on, by the names of their parameters: `7 kinds of linear`, `the embedding`, or both."""
+    linears, embeddings = set(), set()
+    for name in names:
+        for mark, kinds in ((".lora_A.", linears), (".lora_embedding_A.", embeddings)):
+            if mark in name:
+                kinds.add(name.partition(mark)[0].rpartition(".")[2])
+    words = [f"{len(linears)} kind{'s' if len(linears) > 1 else ''} of linear"] if linears else []
+    return " and ".join([*words, *(["the embedding"] if embeddings else [])]) or "nothing"
 
 
 def tell_run(run: Run) -> None:

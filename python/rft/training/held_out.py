@@ -26,6 +26,7 @@ from rft.training.trainee import Trainee
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from rft.models.source import ModelSource
     from rft.training.signals import Signals
 
 
@@ -41,6 +42,7 @@ class HeldOut:
     data_group: dist.ProcessGroup | None = None
     signals: Signals | None = None
     state: TrainState = field(default_factory=TrainState)
+    source: ModelSource | None = None
 
 
 def evaluate_target(
@@ -88,7 +90,7 @@ def _build(job: Job, world: World, *, own_split: bool) -> HeldOut:
         shuffle=False,
         name="eval",
     )
-    return HeldOut(build_trainee(job), loader, world.device, micro_batch)
+    return HeldOut(build_trainee(job), loader, world.device, micro_batch, source=job.source)
 
 
 def source_settings(target: Target) -> dict[str, Any]:

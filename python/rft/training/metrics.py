@@ -17,9 +17,11 @@ from torch import Tensor
 
 from rft.errors import TrainingError
 from rft.losses import NEXT_TOKEN
+from rft.models.finite import useless_numbers
 from rft.parallel.collectives import sum_tensor_over_ranks
 
 if TYPE_CHECKING:
+    from rft.models.source import ModelSource
     from rft.training.evaluate import Evaluation
     from rft.training.run import Run
     from rft.training.step import StepResult
@@ -172,7 +174,7 @@ class Meter:
             pending.ready.synchronize()
         seconds = [self._clock.seconds(record.start, record.end) for record in pending.records]
         line = self._line(pending, sum(seconds))
-        _refuse_bad_numbers(pending, list(self._run.losses.terms))
+        _refuse_bad_numbers(pending, list(self._run.losses.terms), self._run.source)
         state = self._run.state
         state.seconds += line["seconds"]["step"]
         self._on_line(line)
@@ -201,15 +203,16 @@ class Meter:
         return line
 
 
-def _refuse_bad_numbers(pending: _Pending, terms: list[str]) -> None:
-    """Raises TrainingError for a loss that is not finite, and for gradients that are all zero."""
+def _refuse_bad_numbers(pending: _Pending, terms: list[str], source: ModelSource | None) -> None:
+    """Raises TrainingError for a loss that is not finite, and for gradients that are all zero; ModelError for base weights."""
     for record, values in zip(pending.records, pending.values.tolist(), strict=True):
         named = dict(zip([*terms, "gradient norm"], values, strict=True))
         for name, value in named.items():
             if not math.isfinite(value):
-                raise TrainingError(
-                    f"step {record.step}",
+                raise useless_numbers(
+                    source,
                     f"the {name.replace('_', ' ')} is {value}: the weights of this step are useless",
+                    where=f"step {record.step}",
                     do='lower optim.lr, or try train.precision = "fp32"; run again to go on from the last checkpoint',
                 )
         if named["gradient norm"] == 0.0 and record.result.counts[NEXT_TOKEN]:

@@ -10,9 +10,11 @@ from typing import Any
 from rft.config.adapter import LoraConfig
 from rft.config.root import Config
 from rft.errors import ConfigError
+from rft.memory import planner
 from rft.models.describe import Facts
 from rft.optim.schedule import DEFAULT_WARMUP_RATIO
 from rft.training.decision import Decision
+from rft.training.flops import peak_flops
 from rft.training.machine import Machine
 
 MAX_DEFAULT_SEQ_LEN = 8192
@@ -46,12 +48,21 @@ def resolve_precision(config: Config, machine: Machine) -> tuple[Config, list[De
 
 
 def resolve(
-    config: Config, facts: Facts, machine: Machine, *, attention: tuple[str, str], chunk_rows: int, store: str
+    config: Config,
+    facts: Facts,
+    machine: Machine,
+    *,
+    attention: tuple[str, str],
+    chunk_rows: int,
+    store: str,
+    kernels: bool = False,
+    isolates: bool = True,
+    can_recompute: bool = True,
 ) -> tuple[Config, list[Decision]]:
     """Config without any `auto` that can be decided before the data is there, and why each became what it is.
 
     config: its precision is decided. attention: what serves the model here, and why. chunk_rows: rows of logits that are fast
-    here. store: folder of prepared sets. What depends on the data follows in `resolve_for_data`. Raises ConfigError where a
+    here. store: folder of prepared sets. kernels: whether ours serve. isolates: whether documents may share a row. What depends on the data follows in `resolve_for_data`. Raises ConfigError where a
     value that was given cannot be had.
     """
     assert config.train.precision != "auto", "resolve_precision() comes first"
@@ -66,10 +77,9 @@ def resolve(
         deciding.set("loss.chunk_rows", chunk_rows, f"logits of {facts.vocab_size:,} tokens for so many rows at a time")
     _decide_optim(deciding, config)
     _decide_parallel(deciding, config, facts, machine)
-    if config.train.micro_batch == "auto":
-        deciding.set("train.micro_batch", 1, "one pack at a time needs the least memory")
     if config.train.accumulate is None and config.train.tokens_per_step is None:
         deciding.set("train.tokens_per_step", DEFAULT_TOKENS_PER_STEP, "default; at least one pack a rank")
+    _decide_memory(deciding, config, facts, machine, kernels, isolates, can_recompute)
     if machine.kind == "cpu" and config.train.deterministic == "auto":
         deciding.set("train.deterministic", True, "a CPU always is")
     if config.checkpoint.final is None:
@@ -197,7 +207,82 @@ def _decide_parallel(deciding: _Deciding, config: Config, facts: Facts, machine:
     share = needed / machine.memory_bytes
     sizes = f"weights, gradients and optimizer states take {needed / 2**30:.1f} GiB, {share:.0%} of a rank's memory"
     fits = share < REPLICATE_SHARE
+    if config.model.base_weights == "fp8":
+        deciding.set("parallel.data", "replicate", f'model.base_weights = "fp8" is not sharded; {sizes}')
+        return
     deciding.set("parallel.data", "replicate" if fits else "shard", sizes)
+
+
+def _decide_memory(
+    deciding: _Deciding, config: Config, facts: Facts, machine: Machine, kernels: bool, isolates: bool, can: bool
+) -> None:
+    """`train.micro_batch` and `memory.recompute`, together: more packs at once need more memory."""
+    train, memory = config.train, config.memory
+    if train.micro_batch != "auto" and memory.recompute != "auto":
+        return
+    if machine.kind == "cpu":
+        if train.micro_batch == "auto":
+            deciding.set("train.micro_batch", 1, "a CPU gains nothing from more packs at once")
+        if memory.recompute == "auto":
+            deciding.set("memory.recompute", "none", "a CPU run keeps everything")
+        return
+    now, _ = _apply(config, deciding)
+    one = _one_pack_reason(now, isolates)
+    problem = memory_problem(now, facts, machine, kernels=kernels, can_recompute=can, one_pack=one is not None)
+    planned = planner.plan(problem)
+    if train.micro_batch == "auto":
+        deciding.set("train.micro_batch", planned.chosen.micro_batch, one or planned.why_micro_batch())
+    if memory.recompute == "auto":
+        deciding.set("memory.recompute", planned.chosen.recompute, planned.why_recompute())
+
+
+def _one_pack_reason(config: Config, isolates: bool) -> str | None:
+    """Why a rank computes one pack at a time whatever fits, or None."""
+    if not isolates:
+        return "this model mixes documents of one row"
+    if config.data.packing == "none":
+        return "documents of different lengths at once would be filled up to the longest"
+    if config.train.accumulate is not None:
+        return "train.accumulate counts micro-batches: more packs in one would make the step larger"
+    return None
+
+
+def memory_problem(
+    config: Config, facts: Facts, machine: Machine, *, kernels: bool, can_recompute: bool, one_pack: bool
+) -> planner.Problem:
+    """The planner's question for one rank. Everything but micro_batch and recompute is decided."""
+    train, memory = config.train, config.memory
+    assert config.data.seq_len is not None
+    rows = config.loss.chunk_rows
+    assert rows != "auto"
+    given = train.micro_batch if isinstance(train.micro_batch, int) else 1 if one_pack else None
+    if train.accumulate is not None:
+        packs = train.accumulate * (given or 1)
+    else:
+        assert train.tokens_per_step is not None
+        packs = math.ceil(math.ceil(train.tokens_per_step / config.data.seq_len) / machine.world_size)
+    state = state_bytes(config, facts)
+    gathered = 0
+    if config.parallel.data == "shard" and machine.world_size > 1:
+        gathered = 2 * facts.weight_bytes // (facts.num_layers + 2)
+        state //= machine.world_size
+    limit = machine.memory_bytes if memory.limit is None else min(machine.memory_bytes, int(memory.limit * 2**30))
+    return planner.Problem(
+        facts=facts,
+        state_bytes=state,
+        gathered_bytes=gathered,
+        seq_len=config.data.seq_len,
+        packs=max(1, packs),
+        memory_bytes=limit,
+        kernels=kernels,
+        trained_in_full=config.adapter.name == "none",
+        itemsize=4 if train.precision == "fp32" else 2,
+        chunk_rows=64 if rows == "least" else rows,
+        peak_flops=peak_flops(machine.device_name, train.precision) or planner.DEFAULT_PEAK,
+        micro_batch=given,
+        recompute=None if memory.recompute == "auto" else memory.recompute,
+        can_recompute=can_recompute,
+    )
 
 
 def state_bytes(config: Config, facts: Facts) -> int:

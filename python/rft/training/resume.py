@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import fnmatch
 import os
 import tomllib
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -14,11 +16,12 @@ from rft import log
 from rft.checkpoint.files import read_json, replace_json
 from rft.checkpoint.load import Checkpoint, find_latest
 from rft.config.root import Config
-from rft.errors import CheckpointError, ConfigError
+from rft.errors import CheckpointError, ConfigError, InUse, unusable_folder
 
 Status = Literal["fresh", "unfinished", "finished"]
 SUMMARY = "summary.json"
 RESOLVED = "config.resolved.toml"
+LOCK, LOG = ".lock", "run.log"
 # What may differ when a run goes on (docs/resume.md). The packs of a step are compared in state.resume_state: micro_batch and
 # accumulate may be dealt out anew as long as their product over all ranks stays.
 MAY_CHANGE = (
@@ -43,13 +46,15 @@ class Start:
     notes: tuple[str, ...] = ()
 
 
-def choose_run_dir(out: Path, *, new: bool) -> Path:
-    """The directory of the run: `out`, or with `new` the first of `out`, `out`-2, `out`-3 ... that holds no run yet."""
-    if not new or run_status(out) == "fresh":
-        return out
-    number = 2
-    while run_status(candidate := out.with_name(f"{out.name}-{number}")) != "fresh":
+def choose_run_dir(out: Path, *, new: bool, taken: Collection[Path] = ()) -> Path:
+    """The directory of the run: `out`, or with `new` the first of `out`, `out`-2, `out`-3 ... that holds no run yet.
+
+    taken: directories in which another run is about to begin.
+    """
+    number, candidate = 1, out
+    while new and (candidate in taken or run_status(candidate) != "fresh"):
         number += 1
+        candidate = out.with_name(f"{out.name}-{number}")
     return candidate
 
 
@@ -206,32 +211,85 @@ def accumulate_on_resume(packs_per_step: int, micro_batch: int, world_size: int)
 class RunLock:
     """Held while a run works in its directory; the system gives it back when the process ends, however it ends."""
 
-    def __init__(self, file: IO[str]):
+    def __init__(self, run_dir: Path, file: IO[str], made: tuple[Path, ...]):
+        self.run_dir = run_dir
         self._file: IO[str] | None = file
+        self._made = made
 
     def release(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
 
+    def undo(self) -> None:
+        """Release, and leave nothing behind of a run that never began."""
+        if self._file is not None and run_status(self.run_dir) == "fresh":
+            for path in self._made:
+                with contextlib.suppress(OSError):  # a folder into which somebody else has put something stays
+                    path.rmdir() if path.is_dir() else path.unlink()
+        self.release()
+
+
+def take_run_dir(out: Path, *, new: bool) -> RunLock:
+    """Choose the directory of the run as `choose_run_dir` does, and take it for this process.
+
+    Raises ConfigError where it cannot be made, and where another process is at work in it; with `new` the next one is taken.
+    """
+    taken: set[Path] = set()
+    while True:
+        run_dir = choose_run_dir(out, new=new, taken=taken)
+        try:
+            lock = lock_run_dir(run_dir)
+        except InUse:
+            if not new:
+                raise
+            taken.add(run_dir)  # a run that starts at this moment: the directory looks fresh, and is not free
+            continue
+        if not new or run_status(run_dir) == "fresh":
+            return lock
+        lock.release()  # begun and ended between the look and the lock
+
 
 def lock_run_dir(run_dir: Path) -> RunLock:
-    """Take the run directory for this process. Raises ConfigError where another process is at work in it."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    path = run_dir / ".lock"
-    file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 - open while the run lasts
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.seek(0)
-        owner = file.read().strip()
-        file.close()
-        raise ConfigError(
-            str(run_dir),
-            f"another run is at work here (process {owner or 'unknown'})",
-            do=f"wait for it or stop it, or add --new: a new run in {choose_run_dir(run_dir, new=True)}",
-        ) from None
+    """Take the run directory for this process. Raises ConfigError where another process is at work in it, or it cannot be made."""
+    path = run_dir / LOCK
+    removed = 0
+    while True:
+        try:
+            folders = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
+            run_dir.mkdir(parents=True, exist_ok=True)
+            files = [file for file in (run_dir / LOG, path) if not file.exists()]
+            file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 - open while the run lasts
+        except OSError as error:
+            if isinstance(error, FileNotFoundError | FileExistsError) and (removed := removed + 1) < 100:
+                continue  # by a run that was refused, between two of these lines
+            raise unusable_folder("train.out", run_dir, error) from None
+        lock = RunLock(run_dir, file, (*files, *folders))
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            owner = file.read().strip()
+            lock.release()
+            raise InUse(
+                str(run_dir),
+                f"another run is at work here (process {owner or 'unknown'})",
+                do=f"wait for it or stop it, or add --new: a new run in {choose_run_dir(run_dir, new=True, taken={run_dir})}",
+            ) from None
+        except OSError as error:
+            lock.undo()
+            raise unusable_folder("train.out", run_dir, error) from None
+        if _is_same(file, path):
+            break
+        lock.release()  # its holder was refused and removed it: a lock on a file that is gone holds nobody off
     file.truncate(0)
     file.write(f"{os.getpid()}\n")
     file.flush()
-    return RunLock(file)
+    return lock
+
+
+def _is_same(file: IO[str], path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except OSError:
+        return False

@@ -11,7 +11,7 @@ from rft.config.show import to_toml
 from rft.data.prepare import report_with_plan
 from rft.training.run import Run
 
-CONFIG, RECEIPTS, DATA, LOG = "config.resolved.toml", "receipts.json", "data.json", "run.log"
+CONFIG, RECEIPTS, DATA = "config.resolved.toml", "receipts.json", "data.json"
 
 
 def write_run_files(run: Run) -> None:

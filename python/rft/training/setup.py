@@ -22,16 +22,18 @@ from rft.data.loader import Loader
 from rft.data.prepare import Prepared, prepare
 from rft.errors import ConfigError
 from rft.losses import SftLoss
+from rft.memory.recompute import apply_recompute
+from rft.memory.recompute import why_not as why_no_recompute
 from rft.models.attention import choose_backend, install_attention
 from rft.models.aux_loss import RouterLoss
 from rft.models.backbone import Backbone, decoder_layers
 from rft.models.describe import Facts, describe
-from rft.models.head import Head, auto_chunk_rows
+from rft.models.head import KERNEL_ALLOWED, Head, auto_chunk_rows, compare_kernel
 from rft.models.load import build_meta, find_model, materialise
 from rft.models.probe import Probed, probe_architecture, require_packing
 from rft.models.receipts import Receipts
 from rft.models.source import ModelSource
-from rft.models.surgery import apply_swaps
+from rft.models.surgery import apply_swaps, why_no_kernels
 from rft.models.tokenizer import TokenizerFiles, load_tokenizer
 from rft.optim import BUILDERS, Schedule
 from rft.parallel.apply import apply_replicate, parallelize
@@ -69,6 +71,8 @@ class Job:
     receipts: Receipts = field(default_factory=Receipts)
     decisions: list[Decision] = field(default_factory=list)
     prepared: Prepared | None = None
+    kernels: bool = False
+    """Whether the Triton kernels are swapped in."""
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -85,8 +89,11 @@ class Job:
         return self.config.parallel.data if self.world.world_size > 1 else "none"
 
 
-def inspect_job(config: Config, world: World) -> Job:
-    """Find the model, build it on meta, inject adapters, and decide every `auto` that does not depend on the data."""
+def inspect_job(config: Config, world: World, *, kernels: bool | None = None) -> Job:
+    """Find the model, build it on meta, inject adapters, and decide every `auto` that does not depend on the data.
+
+    kernels: whether the Triton kernels are swapped in; None = where they run (CUDA). True elsewhere needs Triton's interpreter.
+    """
     check_trackers(config.log)
     machine = inspect_machine(world.device, world.world_size)
     config, decisions = resolve_precision(config, machine)
@@ -113,13 +120,28 @@ def inspect_job(config: Config, world: World) -> Job:
         receipts.ask("full fine-tuning")
         train_everything(model, dtype=master_dtype)
     facts = describe(model)
+    no_kernels = why_no_kernels(world.device) if kernels is None else None if kernels else "switched off by the caller"
+    if no_kernels:
+        receipts.decline("kernels", 0, no_kernels)
+    if config.model.base_weights == "fp8":
+        from rft.quant.fp8 import refuse_without_fp8
+
+        refuse_without_fp8(world.device, emulate=bool(kernels))
+    head_trained = any(p.requires_grad for p in model.get_output_embeddings().parameters())
+    itemsize = torch.empty((), dtype=compute_dtype).element_size()
+    rows = auto_chunk_rows(
+        world.device.type, facts.vocab_size, kernels=not no_kernels, head_trained=head_trained, itemsize=itemsize
+    )
     config, more = resolve(
         config,
         facts,
         machine,
         attention=choose_backend(config.model.attention, world.device, compute_dtype, probed.needs),
-        chunk_rows=auto_chunk_rows(world.device.type, facts.vocab_size),
+        chunk_rows=rows,
         store=str(default_root()),
+        kernels=not no_kernels,
+        isolates=probed.isolates,
+        can_recompute=not why_no_recompute(list(decoder_layers(model))),
     )
     assert isinstance(config.train.micro_batch, int)
     require_packing(
@@ -137,6 +159,7 @@ def inspect_job(config: Config, world: World) -> Job:
         probed=probed,
         receipts=receipts,
         decisions=[*decisions, *more],
+        kernels=not no_kernels,
     )
 
 
@@ -151,7 +174,7 @@ def resolve_without_weights(config: Config) -> tuple[Config, list[Decision]]:
 def add_data(job: Job, rows: Iterable[dict[str, Any]] | None) -> None:
     """Prepare the data or find it prepared, and decide what depends on it."""
     lead = job.world.local_rank == 0
-    job.prepared = prepare(job.config.data, job.tokenizer, rows=rows, lead=lead)
+    job.prepared = prepare(job.config.data, job.tokenizer, rows=rows, lead=lead, seed=job.config.train.seed)
     assert job.config.data.seq_len is not None
     lengths = np.minimum(job.prepared.train.lengths().astype(np.float64), job.config.data.seq_len)
     job.config, decisions = resolve_for_data(
@@ -214,28 +237,67 @@ def build_run(job: Job, run_dir: Path, checkpoint: Checkpoint | None) -> Run:
 def build_trainee(job: Job) -> Trainee:
     """The model with everything swapped in, sharded where asked, its weights read, around which the trainee is put."""
     config, world, model = job.config, job.world, job.model
-    apply_swaps(model, job.receipts, device=world.device)
+    apply_swaps(model, job.receipts, device=world.device, kernels=job.kernels)
     attention = install_attention(model, config.model.attention)
     job.receipts.apply(
         f"attention {config.model.attention}", job.facts.num_layers, job.facts.num_layers, "documents kept apart"
     )
     router = train_router(job)
     losses = SftLoss(router=router is not None)
-    head = Head(model, job.probed.transform, chunk_rows=config.loss.chunk_rows)
-    job.receipts.apply("loss head", 1, 1, f"{config.loss.chunk_rows} rows of logits at a time, labelled rows alone")
+    head = build_head(job)
     backbone = Backbone(model, attention, router_logits=losses.router, isolate=job.probed.isolates)
     trainee = Trainee(model, backbone, head, losses, router=router)
+    layers = list(decoder_layers(model))
+    assert config.memory.recompute != "auto", "resolve() decides memory.recompute"
+    again = apply_recompute(layers, config.memory.recompute)
+    if again:
+        job.receipts.apply("recompute", again, len(layers), "layers keep their input and are computed again")
     mixed = job.compute_dtype if job.compute_dtype != job.master_dtype else None
-    parallelize(trainee, world, job.mode, layers=list(decoder_layers(model)), compute_dtype=mixed)  # type: ignore[arg-type]
+    parallelize(trainee, world, job.mode, layers=layers, compute_dtype=mixed)  # type: ignore[arg-type]
     if job.mode != "none":
         how = {"shard": "FSDP2, a group a layer", "replicate": "gradients summed in fp32 during the backward"}[job.mode]
         job.receipts.apply(f"parallel {job.mode}", 1, 1, f"{world.world_size} ranks, {how}")
     materialise(model, job.source, world.device, root=trainee, local_part=local_part)
     if isinstance(config.adapter, LoraConfig):
         initialise(model, config.adapter, seed=config.train.seed, local_part=local_part)
+    if config.model.base_weights == "fp8":
+        quantise_to_fp8(job, layers)
     if job.mode == "replicate":
         apply_replicate(trainee, world)
     return trainee.train()
+
+
+def quantise_to_fp8(job: Job, layers: list[torch.nn.Module]) -> None:
+    """Frozen linears of the decoder layers in FP8, once their weights are there."""
+    from rft.quant.fp8 import quantise_base
+
+    done = quantise_base(layers)
+    how = "e4m3 by row, both layouts; LoRA on unquantised inputs"
+    job.receipts.apply("fp8 base", done.count, done.of, how, {"largest relative error of a weight": done.error})
+    for why, count in done.left.items():
+        job.receipts.decline("fp8 base", count, why)
+
+
+def build_head(job: Job) -> Head:
+    """The loss head, through the kernel where it serves and agrees with plain torch on this device."""
+    rows, transform = job.config.loss.chunk_rows, job.probed.transform
+    head = Head(job.model, transform, chunk_rows=rows, kernels=job.kernels)
+    shown = "the least logits" if rows == "least" else f"{rows} rows of logits"
+    if job.kernels:
+        checked: dict[str, float] = {}
+        why = head.why_not_kernel()
+        if not why:
+            checked = compare_kernel(transform, job.world.device)
+            worst = max(checked, key=lambda k: checked[k])
+            if not checked[worst] <= KERNEL_ALLOWED:
+                why = f"{worst} differs by {checked[worst]:.1e} (allowed {KERNEL_ALLOWED:g})"
+        if not why:
+            job.receipts.apply("linear cross entropy kernel", 1, 1, f"{shown} at a time, labelled rows alone", checked)
+            return head
+        job.receipts.decline("linear cross entropy kernel", 1, why)
+        head = Head(job.model, transform, chunk_rows=rows)
+    job.receipts.apply("loss head", 1, 1, f"{shown} at a time, labelled rows alone")
+    return head
 
 
 def train_router(job: Job) -> RouterLoss | None:

@@ -105,8 +105,8 @@ class Signals:
         if saved is None:
             return Stopped("stop", f"{number.name} arrived, and the state could not be saved", exit_code=1)
         return Stopped(
-            "stop",
-            f"{number.name} arrived: saved {saved.name} and stopped",
+            "",
+            f"by {number.name}: saved {saved.name}",
             do="start the same command again: it goes on from there",
             exit_code=128 + number,
         )

@@ -18,6 +18,7 @@ from rft.config.model import ModelConfig
 from rft.config.show import to_toml
 from rft.errors import RftError
 from rft.losses import SftLoss
+from rft.models.surgery import ALLOWED_RATIO, RATIO
 from rft.parallel.mesh import join_world
 from rft.training.run import Run
 from rft.training.state import save_state
@@ -38,7 +39,7 @@ STEPS, STOP_AFTER = 7, 3
 _RANKS_TIMEOUT_SECONDS = 300
 
 # The surgery's own limits (models/surgery.py): bf16 may flip single roundings and no more.
-_SWAP_ALLOWED = {"fp32": 1e-5, "bf16": 5e-4}
+_SWAP_ALLOWED = {"fp32": 1e-5, "bf16": 5e-4, f"{RATIO}bf16": ALLOWED_RATIO}
 
 
 def packed_equals_separate(case: Small) -> Iterator[Check]:

@@ -2,10 +2,11 @@
 
 use std::collections::BTreeMap;
 
+use serde::{Deserialize, Serialize};
 use serde_json::{Value as Json, json};
 
-use crate::error::{Error, Kind};
-use crate::example::{Format, Reason, RowError};
+use crate::error::{Error, Kind, Result};
+use crate::example::{Format, RowError};
 use crate::spec::{Source, Spec, TrainOn};
 use crate::store::Writer;
 use crate::tokens::Tokens;
@@ -14,7 +15,7 @@ use crate::tokens::Tokens;
 const NOTES: usize = 5;
 
 /// A dropped row to show.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Note {
     /// File and line.
     pub place: String,
@@ -22,10 +23,10 @@ pub struct Note {
     pub text: String,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
 struct SourceCounts {
     path: String,
-    format: Format,
+    format: String,
     evidence: String,
     read: u64,
     kept: u64,
@@ -33,17 +34,20 @@ struct SourceCounts {
     trained: u64,
 }
 
-/// Counts of a preparation.
-#[derive(Debug, Default)]
+/// Counts of a preparation. Reasons and methods by name: all of it goes into the notes that a killed run leaves.
+#[derive(Debug, Default, Serialize, Deserialize)]
 pub struct Counts {
     read: u64,
     kept: u64,
-    dropped: BTreeMap<Reason, u64>,
-    notes: BTreeMap<Reason, Vec<Note>>,
+    dropped: BTreeMap<String, u64>,
+    notes: BTreeMap<String, Vec<Note>>,
+    /// Rows written more than once, and how many times more, for the weight of their data set.
+    repeats: u64,
+    duplicate_documents: u64,
     sources: Vec<SourceCounts>,
     spelled: u64,
     straddling: u64,
-    methods: BTreeMap<&'static str, u64>,
+    methods: BTreeMap<String, u64>,
 }
 
 impl Counts {
@@ -51,7 +55,7 @@ impl Counts {
     pub fn begin_source(&mut self, source: &Source, format: Format, evidence: &str) {
         self.sources.push(SourceCounts {
             path: source.path.clone(),
-            format,
+            format: format.name().into(),
             evidence: evidence.into(),
             read: 0,
             kept: 0,
@@ -65,53 +69,83 @@ impl Counts {
         self.read
     }
 
-    /// Counts a row that is kept.
-    pub fn keep(&mut self, tokens: &Tokens) {
-        let trained = tokens.trained.iter().filter(|bit| **bit).count() as u64;
+    /// Rows read of each source that was begun.
+    pub fn rows_of_sources(&self) -> Vec<u64> {
+        self.sources.iter().map(|source| source.read).collect()
+    }
+
+    /// For the note behind a shard.
+    pub fn to_state(&self) -> Result<Json> {
+        serde_json::to_value(self).map_err(|e| Error::new(Kind::Store, "counts", e))
+    }
+
+    /// From such a note.
+    pub fn from_state(state: Json) -> Result<Counts> {
+        serde_json::from_value(state).map_err(|e| Error::new(Kind::Store, "the notes of an unfinished set", e))
+    }
+
+    /// Counts a row that is kept, by its documents; they are written `copies` times.
+    pub fn keep<'a>(&mut self, documents: impl Iterator<Item = &'a Tokens> + Clone, copies: u32) {
+        let Some(first) = documents.clone().next() else { return };
         self.read += 1;
         self.kept += 1;
-        self.spelled += u64::from(tokens.spelled);
-        self.straddling += tokens.straddling;
-        let method = tokens.method.map_or("raw text", |method| method.name());
-        *self.methods.entry(method).or_default() += 1;
+        self.repeats += u64::from(copies - 1);
+        self.spelled += u64::from(first.spelled);
+        self.straddling += documents.clone().map(|tokens| tokens.straddling).sum::<u64>();
+        let method = first.method.map_or("raw text", |method| method.name());
+        match self.methods.get_mut(method) {
+            Some(count) => *count += 1,
+            None => drop(self.methods.insert(method.into(), 1)),
+        }
         if let Some(source) = self.sources.last_mut() {
             source.read += 1;
             source.kept += 1;
-            source.tokens += tokens.ids.len() as u64;
-            source.trained += trained;
+            for tokens in documents {
+                source.tokens += u64::from(copies) * tokens.ids.len() as u64;
+                let trained = tokens.trained.iter().filter(|bit| **bit).count();
+                source.trained += u64::from(copies) * trained as u64;
+            }
         }
+    }
+
+    /// Counts documents of a row that were kept before.
+    pub fn drop_documents(&mut self, duplicates: usize) {
+        self.duplicate_documents += duplicates as u64;
     }
 
     /// Counts a row that is dropped.
     pub fn drop_row(&mut self, error: &RowError, note: Note) {
         self.read += 1;
-        *self.dropped.entry(error.reason).or_default() += 1;
+        let reason = error.reason.name();
+        match self.dropped.get_mut(reason) {
+            Some(count) => *count += 1,
+            None => drop(self.dropped.insert(reason.into(), 1)),
+        }
         if let Some(source) = self.sources.last_mut() {
             source.read += 1;
         }
-        let notes = self.notes.entry(error.reason).or_default();
-        if notes.len() < NOTES && !note.text.is_empty() {
-            notes.push(note);
+        if note.text.is_empty() {
+            return;
+        }
+        match self.notes.get_mut(reason) {
+            Some(notes) if notes.len() >= NOTES => {}
+            Some(notes) => notes.push(note),
+            None => drop(self.notes.insert(reason.into(), vec![note])),
         }
     }
 
     /// For the manifest and the caller.
     pub fn to_json(&self, writer: &Writer, no_control_tokens: bool) -> Json {
-        let dropped: BTreeMap<&str, u64> = self.dropped.iter().map(|(reason, n)| (reason.name(), *n)).collect();
         let notes = |notes: &Vec<Note>| notes.iter().map(|note| format!("{}: {}", note.place, note.text)).collect();
-        let examples: BTreeMap<&str, Vec<String>> = self
-            .notes
-            .iter()
-            .filter(|(_, list)| !list.is_empty())
-            .map(|(reason, list)| (reason.name(), notes(list)))
-            .collect();
+        let examples: BTreeMap<&str, Vec<String>> =
+            self.notes.iter().map(|(reason, list)| (reason.as_str(), notes(list))).collect();
         let sources: Vec<Json> = self
             .sources
             .iter()
             .map(|source| {
                 json!({
                     "path": source.path,
-                    "format": source.format.name(),
+                    "format": source.format,
                     "evidence": source.evidence,
                     "read": source.read,
                     "kept": source.kept,
@@ -123,9 +157,11 @@ impl Counts {
         json!({
             "read": self.read,
             "kept": self.kept,
-            "dropped": dropped,
+            "dropped": self.dropped,
             "dropped_examples": examples,
             "documents": writer.num_documents(),
+            "repeats": self.repeats,
+            "duplicate_documents": self.duplicate_documents,
             "tokens": writer.num_tokens(),
             "trained_tokens": writer.trained_tokens(),
             "straddling_tokens": self.straddling,
@@ -142,7 +178,7 @@ impl Counts {
             [source] => source.shown().to_string(),
             sources => format!("{} files", sources.len()),
         };
-        let dropped: Vec<String> = self.dropped.iter().map(|(reason, n)| format!("{n} {}", reason.name())).collect();
+        let dropped: Vec<String> = self.dropped.iter().map(|(reason, n)| format!("{n} {reason}")).collect();
         let why = if dropped.is_empty() {
             String::new()
         } else {

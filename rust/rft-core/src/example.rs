@@ -185,6 +185,12 @@ pub enum Reason {
     HeldOut,
     /// It belongs to the training part.
     NotHeldOut,
+    /// The weight of its data set leaves it out.
+    NotSampled,
+    /// Its data set has had as many rows as it may.
+    OverMaxRows,
+    /// The same document was kept before.
+    Duplicate,
 }
 
 impl Reason {
@@ -197,6 +203,9 @@ impl Reason {
             Reason::NoTrainedToken => "no trained token",
             Reason::HeldOut => "held out",
             Reason::NotHeldOut => "not held out",
+            Reason::NotSampled => "not sampled",
+            Reason::OverMaxRows => "over max_rows",
+            Reason::Duplicate => "duplicate",
         }
     }
 

@@ -36,6 +36,9 @@ pub fn inputs(spec: &Spec, hashes: &[String]) -> Value {
                 "format": source.format,
                 "fields": source.fields,
                 "roles": source.roles,
+                "set": source.set,
+                "weight": source.weight,
+                "max_rows": source.max_rows,
             })
         })
         .collect();
@@ -56,6 +59,10 @@ pub fn inputs(spec: &Spec, hashes: &[String]) -> Value {
         "on_error": spec.on_error,
         "control_tokens": spec.control_tokens,
         "holdout": spec.holdout,
+        "dedup": spec.dedup,
+        // Another seed is another set only where something is chosen by it.
+        "seed": spec.sources.iter().any(|source| source.weight.fract() != 0.0).then_some(spec.seed),
+        "shard_bytes": spec.shard_bytes,
     })
 }
 
@@ -64,20 +71,22 @@ pub fn of_inputs(inputs: &Value) -> String {
     format!("{:032x}", xxh3_128(inputs.to_string().as_bytes()))
 }
 
+/// The hashes of all files; reads those that the caller gave none for.
+pub fn hashes(spec: &Spec) -> Result<Vec<String>> {
+    spec.sources.iter().map(source_hash).collect()
+}
+
 /// Key and inputs of a request; reads the files.
 pub fn of_spec(spec: &Spec) -> Result<(String, Value)> {
-    let hashes = spec.sources.iter().map(source_hash).collect::<Result<Vec<_>>>()?;
-    let inputs = inputs(spec, &hashes);
+    let inputs = inputs(spec, &hashes(spec)?);
     Ok((of_inputs(&inputs), inputs))
 }
 
-/// The hash that was found while reading must be the one that the caller named.
-pub fn check(source: &Source, found: &str) -> Result<()> {
-    match &source.xxh3 {
-        Some(stated) if stated != found => {
-            Err(Error::new(Kind::Data, source.shown(), "the file changed while it was read")
-                .remedy("prepare again when nothing writes to it"))
-        }
-        _ => Ok(()),
+/// The hash that was found while reading must be the one in the key.
+pub fn check(source: &Source, stated: &str, found: &str) -> Result<()> {
+    if stated == found {
+        return Ok(());
     }
+    Err(Error::new(Kind::Data, source.shown(), "the file changed while it was read")
+        .remedy("prepare again when nothing writes to it"))
 }

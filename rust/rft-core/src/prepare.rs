@@ -1,119 +1,452 @@
 //! Files -> a prepared set: read, render, tokenise and mask block by block, in the order of the files.
 //!
-//! Rows of a block are worked on in parallel by a pool of threads that lives only as long as the call; what is written
-//! does not depend on their number.
+//! Blocks are worked on by threads that live only as long as the call; what is written does not depend on their number,
+//! nor on whether an earlier run was killed on the way.
 
+use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::Arc;
 
-use minijinja::Value;
-use rayon::prelude::*;
-use serde_json::{Map, Value as Json, json};
-use xxhash_rust::xxh3::xxh3_64;
+use serde_json::{Map, Value as Json};
+use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
-use crate::chat::{self, Job, Masked, Request};
 use crate::counts::{Counts, Note};
 use crate::detect;
 use crate::error::{Error, Kind, Result};
-use crate::example::{Content, Format, Message, Parser, Reason, RowError};
+use crate::example::{Format, Parser, Reason, RowError};
 use crate::jsonl::{Block, Layout};
 use crate::key;
+use crate::pipeline;
 use crate::readers::{self, Reader};
-use crate::spec::{ControlPolicy, FormatChoice, OnError, RendererKind, Source, Spec};
-use crate::store::{Document, SourceRecord, Writer};
-use crate::template::{self, Rendered, Template, to_value};
-use crate::tokenizer::Tokenizer;
-use crate::tokens::{self, Tokens};
+use crate::rows::{Outcome, Renderer, Rows, Scratch};
+use crate::seen::Seen;
+use crate::spec::{FormatChoice, OnError, Part, Source, Spec};
+use crate::store::{self, Begun, Document, Shard, SourceRecord, Writer};
+use crate::tokens::Tokens;
 
+/// A block is what a thread takes at a time: large enough for a caller's renderer, small enough to share out evenly.
 const BLOCK_ROWS: usize = 1024;
-const BLOCK_BYTES: usize = 8 << 20;
+const BLOCK_BYTES: usize = 1 << 20;
 /// Rows that decide a format.
 const SAMPLE_ROWS: usize = 100;
 
-/// Renders chats in place of minijinja: a block of conversations (JSON each) at a time.
-pub trait Renderer: Sync {
-    /// A text with its generation spans, or the sentence that says why not, for each conversation.
-    fn render(&self, conversations: Vec<String>) -> Result<Vec<std::result::Result<Rendered, String>>>;
-}
-
 /// What the caller hears and may say while a set is made.
 pub trait Observer {
-    /// After every block. An error stops the preparation.
+    /// After every block, and now and then while there is nothing new. An error stops the preparation.
     fn progress(&mut self, bytes_read: u64, bytes_total: u64, rows: u64) -> Result<()>;
 }
 
-/// What rows are turned into tokens with.
-struct Tools<'a> {
-    spec: &'a Spec,
-    tokenizer: Tokenizer,
-    template: Option<Template>,
-    tagged: bool,
-    /// Whether contents have to be lists of parts.
-    parts: bool,
-    renderer: Option<&'a dyn Renderer>,
+/// A set that is there.
+#[derive(Clone, Debug)]
+pub struct Prepared {
+    /// What was read, kept and dropped, as in the manifest.
+    pub counts: Json,
+    /// Whether this call wrote it, or found it.
+    pub written: bool,
+    /// Rows that an earlier run, which was stopped, had done already.
+    pub resumed_rows: u64,
 }
 
-/// What became of a row.
-enum Outcome {
-    Kept(Tokens),
-    Dropped(RowError),
-}
-
-/// A row between parsing and tokens.
-enum Row {
-    Done(Outcome),
-    Chat { job: Box<Job>, spelled: bool },
-}
-
-/// Makes the set at `out` and returns the counts.
+/// Makes the set at `out`, unless it is there.
 ///
 /// # Errors
-/// The first bad row under `on_error = fail`; no trained token at all; whatever reading or writing meets.
-pub fn prepare(spec: &Spec, out: &Path, renderer: Option<&dyn Renderer>, observer: &mut dyn Observer) -> Result<Json> {
+/// The first bad row under `on_error = fail`; no trained token at all; whatever reading or writing meets. What is
+/// complete stays beside `out` for the next call where that could help: after an interruption, or with a full disk.
+pub fn prepare(
+    spec: &Spec,
+    out: &Path,
+    renderer: Option<&dyn Renderer>,
+    observer: &mut dyn Observer,
+) -> Result<Prepared> {
     let threads = match spec.threads {
         0 => std::thread::available_parallelism().map_or(1, usize::from),
         n => n,
     };
-    let pool = rayon::ThreadPoolBuilder::new()
-        .num_threads(threads)
-        .thread_name(|index| format!("rft-prepare-{index}"))
-        .build()
-        .map_err(|e| Error::new(Kind::Io, "prepare", format!("cannot start threads: {e}")))?;
-    let tools = Tools::new(spec, renderer)?;
-    let mut writer = Writer::new(out, spec.tokenizer.vocab_size)?;
-    let mut counts = Counts::default();
     let total = spec.sources.iter().map(readers::size).sum();
-    let (mut hashes, mut records, mut done) = (Vec::new(), Vec::new(), 0u64);
-    for (index, source) in spec.sources.iter().enumerate() {
-        let mut reader = Reader::open(source)?;
-        let mut first = reader.next_block(BLOCK_ROWS, BLOCK_BYTES)?;
-        let (parser, evidence) = choose_parser(source, &reader, first.as_ref())?;
-        tools.check_template(&parser, source, &evidence)?;
-        counts.begin_source(source, parser.format(), &evidence);
-        while let Some(block) = match first.take() {
-            Some(block) => Some(block),
-            None => reader.next_block(BLOCK_ROWS, BLOCK_BYTES)?,
-        } {
-            let outcomes = tools.block(&pool, &parser, reader.layout(), &block)?;
-            for (row, outcome) in outcomes.into_iter().enumerate() {
-                let line = block.row(row).0;
-                tools.record(&mut writer, &mut counts, index, line, outcome)?;
-            }
-            observer.progress(done + reader.bytes_read(), total, counts.read())?;
+    let hashes = key::hashes(spec)?;
+    let inputs = key::inputs(spec, &hashes);
+    let (major, minor, patch) = char::UNICODE_VERSION;
+    let layout = store::Layout {
+        key: key::of_inputs(&inputs),
+        vocab_size: spec.tokenizer.vocab_size,
+        tokenizer: xxh3_64(spec.tokenizer.json.as_bytes()),
+        template: spec.template.as_ref().map_or(0, |text| xxh3_64(text.as_bytes())),
+        unicode: format!("{major}.{minor}.{patch}"),
+        shard_bytes: spec.shard_bytes,
+    };
+    let begun = Writer::begin(out, layout, &mut || observer.progress(0, total, 0))?;
+    let (mut writer, state) = match begun {
+        Begun::Complete(set) => {
+            let counts = set.manifest().counts.clone();
+            return Ok(Prepared { counts, written: false, resumed_rows: 0 });
         }
-        let (hash, bytes) = reader.finish()?;
-        let hash = key::hex(hash);
-        key::check(source, &hash)?;
-        done += bytes;
-        records.push(SourceRecord { path: source.place(), bytes, xxh3: hash.clone() });
-        hashes.push(hash);
+        Begun::Write(writer, state) => (writer, state),
+    };
+    let counts = state.map_or(Ok(Counts::default()), Counts::from_state)?;
+    let resumed_rows = counts.read();
+    let mut assembly = Assembly { spec, writer: &mut writer, counts, seen: None };
+    match assembly.run(renderer, observer, &hashes, threads, total) {
+        Ok((report, sources)) => {
+            writer.finish(sources, report.clone(), inputs)?;
+            Ok(Prepared { counts: report, written: true, resumed_rows })
+        }
+        Err(error) if matches!(error.kind, Kind::Data | Kind::Template | Kind::Tokenizer) => {
+            // The same would happen again, and mending it changes the key.
+            writer.discard();
+            Err(error)
+        }
+        Err(mut error) => {
+            let complete = writer.complete_shards();
+            if error.kind == Kind::Full && complete > 0 {
+                error.problem +=
+                    &format!("; {complete} complete shards are kept, and the next run goes on behind them");
+            }
+            Err(error)
+        }
     }
-    let key = key::of_inputs(&key::inputs(spec, &hashes));
-    let report = counts.to_json(&writer, tools.tokenizer.control().is_empty());
-    if writer.trained_tokens() == 0 {
-        return Err(counts.nothing_trained(spec));
+}
+
+/// A set that is being put together.
+struct Assembly<'a> {
+    spec: &'a Spec,
+    writer: &'a mut Writer,
+    counts: Counts,
+    /// Under `dedup`: what was kept.
+    seen: Option<Seen>,
+}
+
+/// A block on its way to a thread.
+struct Task {
+    source: usize,
+    parser: Arc<Parser>,
+    layout: Layout,
+    block: Block,
+    /// Rows at its start that are done already.
+    skip: usize,
+    /// Number of its first row in the data set.
+    first_row: u64,
+    /// Bytes read up to its end.
+    bytes_read: u64,
+    /// Said with the first block of a file: why it is read as it is.
+    evidence: Option<String>,
+}
+
+/// A row that was worked on.
+enum Made {
+    Kept {
+        documents: Vec<Tokens>,
+        /// Of each document: its trained runs, and under `dedup` its hash.
+        runs: Vec<Vec<[u32; 2]>>,
+        hashes: Vec<u128>,
+        copies: u32,
+    },
+    Dropped(RowError),
+}
+
+impl Assembly<'_> {
+    fn run(
+        &mut self,
+        renderer: Option<&dyn Renderer>,
+        observer: &mut dyn Observer,
+        hashes: &[String],
+        threads: usize,
+        total: u64,
+    ) -> Result<(Json, Vec<SourceRecord>)> {
+        let spec = self.spec;
+        let rows = Rows::new(spec, renderer)?;
+        if spec.dedup {
+            self.seen = Some(self.seen_before()?);
+        }
+        let mut input = Input::new(spec, &rows, hashes, &self.counts);
+        let observer = std::cell::RefCell::new((observer, 0, self.counts.read()));
+        let tell = |bytes_read: u64, rows: u64| {
+            let mut told = observer.borrow_mut();
+            (told.1, told.2) = (bytes_read, rows);
+            told.0.progress(bytes_read, total, rows)
+        };
+        pipeline::in_order(
+            threads,
+            || input.next(),
+            Scratch::default,
+            |task, scratch| work(spec, &rows, &task, scratch).map(|made| (task, made)),
+            |(task, made)| {
+                self.record(&task, made)?;
+                tell(task.bytes_read, self.counts.read())
+            },
+            || {
+                let mut told = observer.borrow_mut();
+                let (bytes_read, rows) = (told.1, told.2);
+                told.0.progress(bytes_read, total, rows)
+            },
+        )?;
+        tell(total, self.counts.read())?;
+        if self.writer.trained_tokens() == 0 {
+            return Err(self.counts.nothing_trained(spec));
+        }
+        let report = self.counts.to_json(self.writer, rows.tokenizer().control().is_empty());
+        Ok((report, input.records))
     }
-    writer.finish(&key, records, report.clone())?;
-    Ok(report)
+
+    /// The documents in the shards that an earlier run left.
+    fn seen_before(&self) -> Result<Seen> {
+        let mut seen = Seen::default();
+        for shard in self.writer.shards() {
+            let shard: Shard = shard?;
+            for document in 0..shard.num_documents() {
+                let range = shard.range(document);
+                let runs: Vec<[u32; 2]> =
+                    shard.trained_runs(range.clone()).map(|run| [run.start as u32, run.end as u32]).collect();
+                let weights = shard.weights(range.clone()).map(|weights| weights.as_flattened().to_vec());
+                seen.insert(hash_of(&shard.ids(range).to_vec(), &runs, weights.as_deref()));
+            }
+        }
+        Ok(seen)
+    }
+
+    /// Writes a block's kept rows, counts the dropped ones, or stops.
+    fn record(&mut self, task: &Task, made: Vec<Made>) -> Result<()> {
+        let source = &self.spec.sources[task.source];
+        if let Some(evidence) = &task.evidence {
+            self.counts.begin_source(source, task.parser.format(), evidence);
+        }
+        for (number, made) in made.into_iter().enumerate() {
+            let line = task.block.row(task.skip + number).0;
+            match made {
+                Made::Kept { documents, runs, hashes, copies } => {
+                    let mut new: Vec<(&Tokens, &Vec<[u32; 2]>)> = documents.iter().zip(&runs).collect();
+                    if let Some(seen) = &mut self.seen {
+                        let mut hashes = hashes.iter();
+                        new.retain(|_| hashes.next().is_none_or(|hash| seen.insert(*hash)));
+                    }
+                    self.counts.drop_documents(runs.len() - new.len());
+                    if new.is_empty() {
+                        self.counts.drop_row(&RowError::new(Reason::Duplicate, "", ""), Note::default());
+                        continue;
+                    }
+                    self.counts.keep(new.iter().map(|(tokens, _)| *tokens), copies);
+                    for _ in 0..copies {
+                        for (tokens, runs) in &new {
+                            let document = Document {
+                                ids: &tokens.ids,
+                                trained: runs,
+                                weights: tokens.weights.as_deref(),
+                                source: task.source as u32,
+                                line,
+                            };
+                            self.writer.push(&document).map_err(|e| at_row(e, source, line))?;
+                        }
+                    }
+                    if self.writer.is_full() {
+                        self.writer.cut(self.counts.to_state()?)?;
+                    }
+                }
+                Made::Dropped(error) if error.reason.is_error() && self.spec.on_error == OnError::Fail => {
+                    return Err(row_error(source, line, &error));
+                }
+                Made::Dropped(error) => {
+                    let note = Note { place: format!("{}:{line}", source.shown()), text: error.problem.clone() };
+                    self.counts.drop_row(&error, note);
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+fn at_row(mut error: Error, source: &Source, line: u64) -> Error {
+    if error.place.is_empty() || error.kind == Kind::Tokenizer {
+        error.place = format!("{}:{line}", source.shown());
+    }
+    error
+}
+
+/// Turns a block's rows into documents.
+fn work(spec: &Spec, rows: &Rows, task: &Task, scratch: &mut Scratch) -> Result<Vec<Made>> {
+    let source = &spec.sources[task.source];
+    let held_out = spec.holdout.is_some_and(|holdout| holdout.part == Part::Eval);
+    let copies_of = |number: u64| {
+        if source.max_rows.is_some_and(|most| number >= most) {
+            return Err(Reason::OverMaxRows);
+        }
+        match source.copies(spec.seed, number) {
+            0 => Err(Reason::NotSampled),
+            // A weight says how often a row is trained on; held out, it counts once.
+            copies => Ok(if held_out { 1 } else { copies }),
+        }
+    };
+    let choices: Vec<std::result::Result<u32, Reason>> =
+        (task.skip..task.block.len()).map(|row| copies_of(task.first_row + row as u64)).collect();
+    let chosen: Vec<&[u8]> = (task.skip..task.block.len())
+        .zip(&choices)
+        .filter(|(_, choice)| choice.is_ok())
+        .map(|(row, _)| task.block.row(row).1)
+        .collect();
+    let mut outcomes = rows.block(&task.parser, task.layout, &chosen, scratch)?.into_iter();
+    let missing = || Error::new(Kind::Argument, "prepare", "fewer rows came back than were given");
+    let made = choices.into_iter().map(|choice| {
+        let copies = match choice {
+            Ok(copies) => copies,
+            Err(reason) => return Ok(Made::Dropped(RowError::new(reason, "", ""))),
+        };
+        Ok(match outcomes.next().ok_or_else(missing)? {
+            Outcome::Dropped(error) => Made::Dropped(error),
+            Outcome::Kept(documents) => {
+                let runs: Vec<Vec<[u32; 2]>> = documents.iter().map(|tokens| runs_of(&tokens.trained)).collect();
+                let hash = |(tokens, runs): (&Tokens, &Vec<[u32; 2]>)| {
+                    let weights: Option<Vec<u8>> =
+                        tokens.weights.as_ref().map(|all| all.iter().flat_map(|weight| weight.to_le_bytes()).collect());
+                    hash_of(&tokens.ids, runs, weights.as_deref())
+                };
+                let hashes = if spec.dedup { documents.iter().zip(&runs).map(hash).collect() } else { Vec::new() };
+                Made::Kept { documents, runs, hashes, copies }
+            }
+        })
+    });
+    made.collect()
+}
+
+/// Maximal runs of set bits.
+fn runs_of(trained: &[bool]) -> Vec<[u32; 2]> {
+    let mut runs = Vec::new();
+    let mut at = 0;
+    while let Some(start) = trained[at..].iter().position(|bit| *bit).map(|offset| at + offset) {
+        let end = trained[start..].iter().position(|bit| !*bit).map_or(trained.len(), |offset| start + offset);
+        runs.push([start as u32, end as u32]);
+        at = end;
+    }
+    runs
+}
+
+/// The hash of a document's ids, labels and weights (1 each where there are none).
+fn hash_of(ids: &[u32], runs: &[[u32; 2]], weights: Option<&[u8]>) -> u128 {
+    const ONE: [u8; 4] = 1f32.to_le_bytes();
+    let mut hash = Xxh3::new();
+    hash.update(&(ids.len() as u64).to_le_bytes());
+    let mut buffer = Vec::with_capacity(ids.len() * 4);
+    buffer.extend(ids.iter().flat_map(|id| id.to_le_bytes()));
+    buffer.extend(runs.iter().flatten().flat_map(|bound| bound.to_le_bytes()));
+    hash.update(&buffer);
+    if let Some(weights) = weights
+        && weights.chunks(4).any(|weight| weight != ONE)
+    {
+        hash.update(weights);
+    }
+    hash.digest128()
+}
+
+/// The files, block by block.
+struct Input<'a> {
+    spec: &'a Spec,
+    rows: &'a Rows<'a>,
+    hashes: &'a [String],
+    open: Option<Open>,
+    /// The next file to open.
+    index: usize,
+    /// Rows of each file that are done already.
+    done: Vec<u64>,
+    /// Rows read of each data set.
+    set_rows: BTreeMap<u32, u64>,
+    /// Bytes of the files before the open one.
+    bytes_before: u64,
+    records: Vec<SourceRecord>,
+}
+
+struct Open {
+    reader: Reader,
+    parser: Arc<Parser>,
+    first: Option<Block>,
+    evidence: Option<String>,
+    skip: u64,
+}
+
+impl<'a> Input<'a> {
+    fn new(spec: &'a Spec, rows: &'a Rows<'a>, hashes: &'a [String], counts: &Counts) -> Input<'a> {
+        Input {
+            spec,
+            rows,
+            hashes,
+            open: None,
+            index: 0,
+            done: counts.rows_of_sources(),
+            set_rows: BTreeMap::new(),
+            bytes_before: 0,
+            records: Vec::new(),
+        }
+    }
+
+    fn next(&mut self) -> Result<Option<Task>> {
+        loop {
+            let Some(mut open) = self.open.take() else {
+                if self.index == self.spec.sources.len() {
+                    return Ok(None);
+                }
+                self.begin()?;
+                continue;
+            };
+            let index = self.index - 1;
+            let block = match open.first.take() {
+                Some(block) => Some(block),
+                None => open.reader.next_block(BLOCK_ROWS, BLOCK_BYTES)?,
+            };
+            let evidence = open.evidence.take();
+            if block.is_none() && evidence.is_none() {
+                let (hash, bytes) = open.reader.finish()?;
+                self.end(index, &key::hex(hash), bytes)?;
+                continue;
+            }
+            let block = block.unwrap_or_default();
+            let set_rows = self.set_rows.entry(self.spec.sources[index].set).or_default();
+            let task = Task {
+                source: index,
+                parser: open.parser.clone(),
+                layout: open.reader.layout(),
+                skip: (block.len() as u64).min(open.skip) as usize,
+                first_row: *set_rows,
+                bytes_read: self.bytes_before + open.reader.bytes_read(),
+                evidence,
+                block,
+            };
+            *set_rows += task.block.len() as u64;
+            open.skip -= task.skip as u64;
+            self.open = Some(open);
+            if task.skip < task.block.len() || task.evidence.is_some() {
+                return Ok(Some(task));
+            }
+        }
+    }
+
+    /// Opens the next file, unless an earlier run did all of it: then it is only read for its hash.
+    fn begin(&mut self) -> Result<()> {
+        let (index, spec) = (self.index, self.spec);
+        let source = &spec.sources[index];
+        self.index += 1;
+        if index + 1 < self.done.len() {
+            *self.set_rows.entry(source.set).or_default() += self.done[index];
+            let (hash, bytes) = readers::hash(source)?;
+            return self.end(index, &key::hex(hash), bytes);
+        }
+        let mut reader = Reader::open(source)?;
+        let first = reader.next_block(BLOCK_ROWS, BLOCK_BYTES)?;
+        let (parser, evidence) = choose_parser(source, &reader, first.as_ref())?;
+        self.rows.check_template(&parser, source, &evidence)?;
+        let resumed = self.done.get(index).copied();
+        self.open = Some(Open {
+            reader,
+            parser: Arc::new(parser),
+            first,
+            evidence: resumed.is_none().then_some(evidence),
+            skip: resumed.unwrap_or_default(),
+        });
+        Ok(())
+    }
+
+    fn end(&mut self, index: usize, found: &str, bytes: u64) -> Result<()> {
+        let source = &self.spec.sources[index];
+        key::check(source, &self.hashes[index], found)?;
+        self.bytes_before += bytes;
+        self.records.push(SourceRecord { path: source.place(), bytes, xxh3: found.into() });
+        Ok(())
+    }
 }
 
 /// The parser of a file, and the sentence that says why it is this one.
@@ -160,285 +493,4 @@ fn row_error(source: &Source, line: u64, error: &RowError) -> Error {
     Error::new(kind, format!("{}:{line}{field}", source.shown()), &error.problem)
         .wanted(error.wanted.clone())
         .remedy(error.remedy.clone())
-}
-
-impl<'a> Tools<'a> {
-    fn new(spec: &'a Spec, renderer: Option<&'a dyn Renderer>) -> Result<Tools<'a>> {
-        let renderer = match spec.renderer {
-            RendererKind::Native => None,
-            RendererKind::Callback => Some(renderer.ok_or_else(|| {
-                Error::new(Kind::Argument, "prepare", "the renderer is \"callback\", but no function was given")
-            })?),
-        };
-        let template = match (&spec.template, renderer) {
-            (Some(source), None) => Some(Template::new(source, &spec.tokenizer.special)?),
-            _ => None,
-        };
-        let tagged = spec.template.as_deref().is_some_and(template::has_tags);
-        let tokenizer = Tokenizer::new(&spec.tokenizer.json)?;
-        let mut tools = Tools { spec, tokenizer, template, tagged, parts: false, renderer };
-        tools.parts = tools.needs_parts()?;
-        Ok(tools)
-    }
-
-    /// Whether the template writes a content only where it is a list of parts, as those for images and text do.
-    fn needs_parts(&self) -> Result<bool> {
-        const PROBE: &str = "A probe of this template";
-        let chat = |content: Json| json!({"messages": [{"role": "user", "content": content}]});
-        let probes = [chat(json!(PROBE)), chat(json!([{"type": "text", "text": PROBE}]))];
-        let renders = match (&self.template, self.renderer) {
-            (_, Some(renderer)) => renderer.render(probes.iter().map(with_prompt).collect())?,
-            (Some(template), None) => probes.iter().map(|probe| template.render_json(probe, false)).collect(),
-            (None, None) => return Ok(false),
-        };
-        let shown: Vec<bool> = renders
-            .into_iter()
-            .map(|render| render.is_ok_and(|render| render.text.contains(PROBE) && !render.text.contains("'text'")))
-            .collect();
-        Ok(shown == [false, true])
-    }
-
-    /// Chats need a template.
-    fn check_template(&self, parser: &Parser, source: &Source, evidence: &str) -> Result<()> {
-        let chats = matches!(parser.format(), Format::Messages | Format::ShareGpt | Format::Alpaca);
-        if !chats || self.spec.template.is_some() || self.renderer.is_some() {
-            return Ok(());
-        }
-        let problem = format!("the rows are chats ({evidence}), but the model has no chat template");
-        Err(Error::new(Kind::Template, source.shown(), problem)
-            .wanted("a chat template that says how turns are written")
-            .remedy("set data.template to \"chatml\", \"llama3\", \"gemma\", \"plain\" or a .jinja file"))
-    }
-
-    /// Turns a block's rows into tokens, in order.
-    fn block(&self, pool: &rayon::ThreadPool, parser: &Parser, layout: Layout, block: &Block) -> Result<Vec<Outcome>> {
-        let rows: Vec<(u64, &[u8])> = block.rows().collect();
-        match self.renderer {
-            None => Ok(pool.install(|| {
-                rows.par_iter()
-                    .with_min_len(4)
-                    .map(|(_, bytes)| match self.begin(parser, layout, bytes) {
-                        Row::Done(outcome) => outcome,
-                        Row::Chat { job, spelled } => self.render_native(*job, spelled),
-                    })
-                    .collect()
-            })),
-            Some(renderer) => {
-                let begun: Vec<Row> =
-                    pool.install(|| rows.par_iter().map(|(_, bytes)| self.begin(parser, layout, bytes)).collect());
-                self.render_by_callback(pool, renderer, begun)
-            }
-        }
-    }
-
-    /// Parses a row. Raw text is done at once; a chat still has to be rendered.
-    fn begin(&self, parser: &Parser, layout: Layout, bytes: &[u8]) -> Row {
-        if let Some(holdout) = &self.spec.holdout
-            && !holdout.wants(xxh3_64(bytes.trim_ascii()))
-        {
-            let reason = match holdout.part {
-                crate::spec::Part::Train => Reason::HeldOut,
-                crate::spec::Part::Eval => Reason::NotHeldOut,
-            };
-            return Row::Done(Outcome::Dropped(RowError::new(reason, "", "")));
-        }
-        let example = match parser.parse(bytes, layout) {
-            Ok(example) => example,
-            Err(error) => return Row::Done(Outcome::Dropped(error)),
-        };
-        let done = |result: std::result::Result<Tokens, RowError>| Row::Done(outcome(result));
-        match example.content {
-            Content::Text(text) => done(self.raw(&text, None, example.weight)),
-            Content::Pair(prompt, completion) => done(self.raw(&completion, Some(&prompt), example.weight)),
-            Content::Chat(mut chat) => {
-                if chat.messages.is_empty() {
-                    return done(Err(RowError::new(Reason::Empty, "messages", "no messages")));
-                }
-                if self.parts {
-                    chat.messages.iter_mut().for_each(as_parts);
-                }
-                let control = match self.spec.control_tokens {
-                    ControlPolicy::Text => Some(self.tokenizer.control()),
-                    ControlPolicy::Allow => None,
-                };
-                let spelled = match chat::neutralise(&mut chat, control) {
-                    Ok(spelled) => spelled,
-                    Err(error) => return done(Err(error)),
-                };
-                let job = Job::new(chat, example.weight, &self.spec.train_on, self.tagged);
-                if !job.wants_any() {
-                    return done(Err(tokens::untrained("no message of it is trained on")));
-                }
-                Row::Chat { job: Box::new(job), spelled }
-            }
-        }
-    }
-
-    fn raw(&self, text: &str, prompt: Option<&str>, weight: f32) -> std::result::Result<Tokens, RowError> {
-        tokens::of_raw(&self.tokenizer, self.spec, prompt, text, weight)
-    }
-
-    fn render_native(&self, mut job: Job, spelled: bool) -> Outcome {
-        let chat = Values::new(&job);
-        loop {
-            let renders = job.pending().iter().map(|request| self.render_one(&job, &chat, request)).collect();
-            match job.answer(renders, self.tokenizer.control(), &self.spec.train_on) {
-                Ok(None) => {}
-                Ok(Some(masked)) => return self.finish(&masked, spelled),
-                Err(error) => return Outcome::Dropped(error),
-            }
-        }
-    }
-
-    fn render_one(&self, job: &Job, chat: &Values, request: &Request) -> std::result::Result<Rendered, String> {
-        let template = self.template.as_ref().ok_or("there is no chat template")?;
-        let messages = match request.marked {
-            None => chat.messages[..request.messages].to_vec(),
-            Some(_) => job.messages(request).into_iter().map(|fields| to_value(&Json::Object(fields))).collect(),
-        };
-        template.render(messages, &chat.extra, request.prompt)
-    }
-
-    /// Rounds of one call for all chats of the block, until every chat knows its spans.
-    fn render_by_callback(
-        &self,
-        pool: &rayon::ThreadPool,
-        renderer: &dyn Renderer,
-        rows: Vec<Row>,
-    ) -> Result<Vec<Outcome>> {
-        let mut rows = rows;
-        loop {
-            let conversations: Vec<String> = rows.iter().flat_map(conversations_of).collect();
-            if conversations.is_empty() {
-                break;
-            }
-            let asked = conversations.len();
-            let mut answers = renderer.render(conversations)?;
-            if answers.len() != asked {
-                let problem = format!("the renderer gave {} texts for {asked} conversations", answers.len());
-                return Err(Error::new(Kind::Argument, "prepare", problem));
-            }
-            let mut work: Vec<(Row, Vec<_>)> = Vec::with_capacity(rows.len());
-            for row in rows.into_iter().rev() {
-                let count = if let Row::Chat { job, .. } = &row { job.pending().len() } else { 0 };
-                let own = answers.split_off(answers.len() - count);
-                work.push((row, own));
-            }
-            rows = pool.install(|| work.into_par_iter().rev().map(|(row, own)| self.advance(row, own)).collect());
-        }
-        let done = |row| match row {
-            Row::Done(outcome) => outcome,
-            Row::Chat { .. } => Outcome::Dropped(RowError::new(Reason::TemplateError, "", "the chat was not rendered")),
-        };
-        Ok(rows.into_iter().map(done).collect())
-    }
-
-    fn advance(&self, row: Row, answers: Vec<std::result::Result<Rendered, String>>) -> Row {
-        match row {
-            Row::Done(outcome) => Row::Done(outcome),
-            Row::Chat { mut job, spelled } => {
-                match job.answer(answers, self.tokenizer.control(), &self.spec.train_on) {
-                    Ok(None) => Row::Chat { job, spelled },
-                    Ok(Some(masked)) => Row::Done(self.finish(&masked, spelled)),
-                    Err(error) => Row::Done(Outcome::Dropped(error)),
-                }
-            }
-        }
-    }
-
-    fn finish(&self, masked: &Masked, spelled: bool) -> Outcome {
-        let tokens = tokens::of_chat(&self.tokenizer, masked);
-        outcome(tokens.map(|tokens| Tokens { spelled, ..tokens }))
-    }
-
-    /// Writes a kept row, counts a dropped one, or stops.
-    fn record(
-        &self,
-        writer: &mut Writer,
-        counts: &mut Counts,
-        index: usize,
-        line: u64,
-        outcome: Outcome,
-    ) -> Result<()> {
-        let source = &self.spec.sources[index];
-        match outcome {
-            Outcome::Kept(tokens) => {
-                counts.keep(&tokens);
-                writer
-                    .push(&Document {
-                        ids: &tokens.ids,
-                        trained: &tokens.trained,
-                        weights: tokens.weights.as_deref(),
-                        source: index as u32,
-                        line,
-                    })
-                    .map_err(|mut e| {
-                        if e.place.is_empty() || e.kind == Kind::Tokenizer {
-                            e.place = format!("{}:{line}", source.shown());
-                        }
-                        e
-                    })
-            }
-            Outcome::Dropped(error) if error.reason.is_error() && self.spec.on_error == OnError::Fail => {
-                Err(row_error(source, line, &error))
-            }
-            Outcome::Dropped(error) => {
-                counts.drop_row(
-                    &error,
-                    Note { place: format!("{}:{line}", source.shown()), text: error.problem.clone() },
-                );
-                Ok(())
-            }
-        }
-    }
-}
-
-/// A chat as the template's values, made once for all its renders (clones are cheap).
-struct Values {
-    messages: Vec<Value>,
-    extra: Vec<(String, Value)>,
-}
-
-impl Values {
-    fn new(job: &Job) -> Values {
-        let message = |message: &Message| {
-            Value::from_pairs(message.fields.iter().map(|(name, value)| (name.as_str(), to_value(value))))
-        };
-        Values {
-            messages: job.chat().messages.iter().map(message).collect(),
-            extra: job.chat().extra.iter().map(|(name, value)| (name.clone(), to_value(value))).collect(),
-        }
-    }
-}
-
-fn outcome(result: std::result::Result<Tokens, RowError>) -> Outcome {
-    match result {
-        Ok(tokens) => Outcome::Kept(tokens),
-        Err(error) => Outcome::Dropped(error),
-    }
-}
-
-/// A text content as a list of one part.
-fn as_parts(message: &mut Message) {
-    if let Some(content @ Json::String(_)) = message.fields.get_mut("content") {
-        *content = json!([{"type": "text", "text": content.take()}]);
-    }
-}
-
-fn with_prompt(conversation: &Json) -> String {
-    let mut conversation = conversation.clone();
-    conversation["add_generation_prompt"] = json!(false);
-    conversation.to_string()
-}
-
-/// What a renderer of the caller is asked: the conversation as JSON, with `add_generation_prompt` in it.
-fn conversations_of(row: &Row) -> Vec<String> {
-    let Row::Chat { job, .. } = row else { return Vec::new() };
-    let ask = |request: &Request| {
-        let mut fields = job.chat().extra.clone();
-        fields.insert("messages".into(), job.messages(request).into_iter().map(Json::Object).collect());
-        fields.insert("add_generation_prompt".into(), json!(request.prompt));
-        Json::Object(fields).to_string()
-    };
-    job.pending().iter().map(ask).collect()
 }

@@ -3,12 +3,19 @@
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
+use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::error::{Error, Kind, Result};
 use crate::example::Format;
+use crate::store::SHARD_BYTES;
+
+/// Positions in a shard are 32 bits wide.
+const MAX_SHARD_BYTES: u64 = 1 << 30;
+/// More copies than this of a row are a mistake.
+const MAX_WEIGHT: f64 = 1000.0;
 
 /// Version of the on-disk format and of everything that decides what is written: part of every key.
-pub const FORMAT_VERSION: u32 = 1;
+pub const FORMAT_VERSION: u32 = 2;
 
 /// The whole request.
 #[derive(Clone, Debug, Deserialize)]
@@ -38,9 +45,26 @@ pub struct Spec {
     /// Which side of a split by content hash is wanted.
     #[serde(default)]
     pub holdout: Option<Holdout>,
+    /// Whether documents that were kept before are dropped.
+    #[serde(default)]
+    pub dedup: bool,
+    /// Seed of the choice of rows under a weight.
+    #[serde(default)]
+    pub seed: u64,
+    /// Size at which a shard is closed.
+    #[serde(default = "default_shard_bytes")]
+    pub shard_bytes: u64,
     /// Threads; 0 = one for each core.
     #[serde(default)]
     pub threads: usize,
+}
+
+fn default_shard_bytes() -> u64 {
+    SHARD_BYTES
+}
+
+fn default_weight() -> f64 {
+    1.0
 }
 
 /// One file.
@@ -64,12 +88,35 @@ pub struct Source {
     /// Role names, theirs = ours.
     #[serde(default)]
     pub roles: BTreeMap<String, String>,
+    /// Files of one data set have the same number.
+    #[serde(default)]
+    pub set: u32,
+    /// How often the data set's rows are used; of a fraction, that share of them is chosen.
+    #[serde(default = "default_weight")]
+    pub weight: f64,
+    /// Rows of the data set that are used at most: the first ones.
+    #[serde(default)]
+    pub max_rows: Option<u64>,
     /// xxh3-64 of the file's bytes as 16 hex digits, where the caller knows it; checked while reading.
     #[serde(default)]
     pub xxh3: Option<String>,
 }
 
 impl Source {
+    /// How often a row is used: the weight's whole part, and once more for the share of rows that its fraction says,
+    /// chosen by the seed and the row's number in the data set.
+    pub fn copies(&self, seed: u64, row: u64) -> u32 {
+        let whole = self.weight.floor();
+        let fraction = self.weight - whole;
+        if fraction == 0.0 {
+            return whole as u32;
+        }
+        let mut place = [0; 12];
+        place[..4].copy_from_slice(&self.set.to_le_bytes());
+        place[4..].copy_from_slice(&row.to_le_bytes());
+        whole as u32 + u32::from(is_in_share(xxh3_64_with_seed(&place, seed), fraction))
+    }
+
     /// The name of the file itself, whose ending may say what it is.
     pub fn file(&self) -> &str {
         self.member.as_deref().unwrap_or(&self.path)
@@ -243,10 +290,14 @@ pub enum Part {
 impl Holdout {
     /// Whether a row with this hash belongs to the wanted side.
     pub fn wants(&self, hash: u64) -> bool {
-        // 2^64 as f64: the hash, as a share of its range, against the fraction.
-        let held_out = (hash as f64) < self.fraction * 18_446_744_073_709_551_616.0;
-        held_out == (self.part == Part::Eval)
+        is_in_share(hash, self.fraction) == (self.part == Part::Eval)
     }
+}
+
+/// Whether a hash, as a share of its range, lies below the fraction.
+fn is_in_share(hash: u64, fraction: f64) -> bool {
+    // 2^64 as f64
+    (hash as f64) < fraction * 18_446_744_073_709_551_616.0
 }
 
 impl Spec {
@@ -262,6 +313,13 @@ impl Spec {
         }
         if spec.sources.len() > u32::MAX as usize {
             return Err(bad("more files than can be numbered".into()));
+        }
+        if !(1..=MAX_SHARD_BYTES).contains(&spec.shard_bytes) {
+            return Err(bad(format!("shard_bytes {} is not in 1..={MAX_SHARD_BYTES}", spec.shard_bytes)));
+        }
+        if let Some(source) = spec.sources.iter().find(|source| !(source.weight >= 0.0 && source.weight <= MAX_WEIGHT))
+        {
+            return Err(bad(format!("weight {} is not in 0..={MAX_WEIGHT}", source.weight)));
         }
         if let Some(holdout) = &spec.holdout
             && !(0.0..1.0).contains(&holdout.fraction)

@@ -18,6 +18,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(prepare::prepare, module)?)?;
     module.add_function(wrap_pyfunction!(prepare::store_key, module)?)?;
     module.add_function(wrap_pyfunction!(prepare::key_inputs, module)?)?;
+    module.add_function(wrap_pyfunction!(prepare::source_hashes, module)?)?;
     module.add_function(wrap_pyfunction!(readers::archive_members, module)?)?;
     module.add_function(wrap_pyfunction!(readers::fetch_remote, module)?)?;
     module.add_function(wrap_pyfunction!(readers::list_remote, module)?)?;

@@ -4,7 +4,8 @@ use std::path::PathBuf;
 use std::sync::Mutex;
 
 use pyo3::prelude::*;
-use rft_core::prepare::{Observer, Renderer, prepare as core_prepare};
+use rft_core::prepare::{Observer, prepare as core_prepare};
+use rft_core::rows::Renderer;
 use rft_core::spec::Spec;
 use rft_core::template::Rendered;
 use rft_core::{Error, Kind, key};
@@ -42,6 +43,8 @@ impl Observer for Progress<'_> {
 struct Callback<'a> {
     call: Py<PyAny>,
     raised: &'a Raised,
+    /// Python's function is called by one thread at a time: it need not be made for more.
+    turn: Mutex<()>,
 }
 
 /// What the Python renderer gives for a conversation.
@@ -53,6 +56,7 @@ enum Answer {
 
 impl Renderer for Callback<'_> {
     fn render(&self, conversations: Vec<String>) -> rft_core::Result<Vec<Result<Rendered, String>>> {
+        let _turn = self.turn.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let answers: Vec<Answer> = Python::attach(|py| self.call.call1(py, (conversations,))?.extract(py))
             .map_err(|error| keep(self.raised, error))?;
         answers
@@ -80,14 +84,24 @@ pub fn prepare(
     let spec = Spec::parse(spec).map_err(to_py)?;
     let raised = Raised::default();
     let result = py.detach(|| {
-        let renderer = render.map(|call| Callback { call, raised: &raised });
+        let renderer = render.map(|call| Callback { call, raised: &raised, turn: Mutex::new(()) });
         let renderer = renderer.as_ref().map(|renderer| renderer as &dyn Renderer);
         core_prepare(&spec, &out, renderer, &mut Progress { call: on_progress, raised: &raised })
     });
     match raised.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner()) {
         Some(error) => Err(error),
-        None => result.map(|counts| counts.to_string()).map_err(to_py),
+        None => result.map_err(to_py).map(|made| {
+            let mut report = made.counts;
+            report["written"] = made.written.into();
+            report["resumed_rows"] = made.resumed_rows.into();
+            report.to_string()
+        }),
     }
+}
+
+#[pyfunction]
+pub fn source_hashes(py: Python<'_>, spec: &str) -> PyResult<Vec<String>> {
+    py.detach(|| key::hashes(&Spec::parse(spec)?)).map_err(to_py)
 }
 
 #[pyfunction]

@@ -56,7 +56,7 @@ pub fn fetch_remote(
 fn not_built<T>(url: &str) -> PyResult<T> {
     Err(to_py(
         rft_core::Error::new(rft_core::Kind::Data, url, "this build of rft reads no remote data")
-            .remedy("build it with the cargo feature \"remote\", as the wheel is; or download the data"),
+            .remedy("build it with the cargo feature \"remote\", or download the data"),
     ))
 }
 

@@ -81,7 +81,10 @@ impl Store {
     fn document<'py>(&self, py: Python<'py>, index: usize) -> PyResult<Document<'py>> {
         let range = self.0.range(self.check(index)?);
         let ids = self.0.ids(range.clone()).to_vec();
-        let trained: Vec<bool> = range.clone().map(|token| self.0.is_trained(token)).collect();
+        let mut trained = vec![false; range.len()];
+        for run in self.0.trained_runs(range.clone()) {
+            trained[run].fill(true);
+        }
         let weights: Option<Vec<f32>> = self.0.has_weights().then(|| range.map(|token| self.0.weight(token)).collect());
         Ok((ids.into_pyarray(py), trained.into_pyarray(py), weights.map(|weights| weights.into_pyarray(py))))
     }

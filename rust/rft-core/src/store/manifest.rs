@@ -1,6 +1,5 @@
 //! The manifest: what a set holds, with sizes and hashes, and a hash of itself at its end.
 
-use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
@@ -13,19 +12,36 @@ use crate::spec::FORMAT_VERSION;
 
 const SELF_HASH: &str = ",\n  \"self_xxh3\": \"";
 
-/// One file of the set.
+/// A pretty-printed JSON object with the hash of its text as its last entry.
+pub(super) fn sealed(json: &str) -> String {
+    let body = json.strip_suffix("\n}").unwrap_or(json);
+    format!("{body}{SELF_HASH}{:016x}\"\n}}\n", xxh3_64(body.as_bytes()))
+}
+
+/// Whether a text is as [`sealed`] wrote it, to the last byte.
+pub(super) fn check_seal(text: &str) -> std::result::Result<(), &'static str> {
+    let at = text.rfind(SELF_HASH).ok_or("cut short")?;
+    let end = format!("{SELF_HASH}{:016x}\"\n}}\n", xxh3_64(&text.as_bytes()[..at]));
+    if text[at..] == end { Ok(()) } else { Err("damaged: its hash is not that of its text") }
+}
+
+/// One shard of the set.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Section {
+pub struct ShardRecord {
     /// File name in the set's folder.
     pub file: String,
-    /// u8, u16, u32, u64 or f32, little-endian.
-    pub dtype: String,
-    /// Number of elements.
-    pub count: u64,
     /// Length of the file.
     pub bytes: u64,
     /// xxh3-64 of the file, 16 hex digits.
     pub xxh3: String,
+    /// Documents in it.
+    pub documents: u64,
+    /// Tokens in it.
+    pub tokens: u64,
+    /// Tokens with a trained bit.
+    pub trained_tokens: u64,
+    /// Whether its tokens have weights of their own.
+    pub weights: bool,
 }
 
 /// A file that the set was made from.
@@ -56,12 +72,16 @@ pub struct Manifest {
     pub trained_tokens: u64,
     /// Ids are below this.
     pub vocab_size: u32,
-    /// Files, by what they hold: tokens, mask, offsets, origins, and weights where there are any.
-    pub sections: BTreeMap<String, Section>,
+    /// Bytes of a token id: 2 or 4.
+    pub token_bytes: u32,
+    /// The shards, in order.
+    pub shards: Vec<ShardRecord>,
     /// What the set was made from; origins count these.
     pub sources: Vec<SourceRecord>,
     /// What was read, kept and dropped.
     pub counts: serde_json::Value,
+    /// What the key is the hash of.
+    pub inputs: serde_json::Value,
 }
 
 impl Manifest {
@@ -69,36 +89,27 @@ impl Manifest {
     pub fn to_text(&self) -> Result<String> {
         let body = serde_json::to_string_pretty(self)
             .map_err(|e| Error::new(Kind::Store, MANIFEST, format!("cannot be written: {e}")))?;
-        let body = body.trim_end_matches("\n}");
-        Ok(format!("{body}{SELF_HASH}{:016x}\"\n}}\n", xxh3_64(body.as_bytes())))
+        Ok(sealed(&body))
     }
 
     /// Reads and checks a set's manifest.
     pub fn read(folder: &Path) -> Result<(Manifest, String)> {
         let path = folder.join(MANIFEST);
-        let text = fs::read_to_string(&path).map_err(|e| match e.kind() {
+        let bytes = fs::read(&path).map_err(|e| match e.kind() {
             std::io::ErrorKind::NotFound => {
                 Error::new(Kind::Store, folder.display().to_string(), "no prepared set here: the manifest is missing")
                     .remedy("prepare the data again: `rft prepare` writes the set, or `rft train` does it first")
             }
             _ => Error::io(&path, "reading", &e),
         })?;
+        let text = String::from_utf8(bytes).map_err(|_| broken(&path, "the manifest is damaged: it is no text"))?;
         let manifest = Manifest::parse(&text, &path)?;
         Ok((manifest, text))
     }
 
     fn parse(text: &str, path: &Path) -> Result<Manifest> {
-        let broken = |problem: &str| {
-            Error::new(Kind::Store, path.display().to_string(), problem)
-                .remedy("delete this prepared set; it is made again from the data")
-        };
-        let Some(at) = text.rfind(SELF_HASH) else {
-            return Err(broken("the manifest is cut short"));
-        };
-        let stated = text[at + SELF_HASH.len()..].get(..16).unwrap_or_default();
-        if stated != format!("{:016x}", xxh3_64(&text.as_bytes()[..at])) {
-            return Err(broken("the manifest is damaged: its hash is not that of its text"));
-        }
+        let broken = |problem: &str| broken(path, problem);
+        check_seal(text).map_err(|problem| broken(&format!("the manifest is {problem}")))?;
         // The version first: a newer layout may have fields that this build does not know.
         let value: serde_json::Value =
             serde_json::from_str(text).map_err(|e| broken(&format!("the manifest is no JSON: {e}")))?;
@@ -109,4 +120,9 @@ impl Manifest {
         }
         serde_json::from_value(value).map_err(|e| broken(&format!("the manifest is not complete: {e}")))
     }
+}
+
+fn broken(path: &Path, problem: &str) -> Error {
+    Error::new(Kind::Store, path.display().to_string(), problem)
+        .remedy("delete this prepared set; it is made again from the data")
 }

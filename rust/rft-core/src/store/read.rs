@@ -1,167 +1,66 @@
-//! A set, memory-mapped.
+//! A set: its manifest and its shards as one row of documents.
 
-use std::fs::File;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use memmap2::Mmap;
-use xxhash_rust::xxh3::xxh3_64;
+use super::shard::{Ids, Shard, TrainedRuns, damaged};
+use super::{Manifest, ShardRecord};
+use crate::error::{Error, Result};
 
-use super::{Manifest, Section};
-use crate::error::{Error, Kind, Result};
-
-/// Sets up to this size are hashed whole when they are opened (a few milliseconds); larger ones by [`Store::verify`].
+/// Sets up to this size are hashed whole when they are opened (some ten milliseconds); larger ones by [`Store::verify`].
 const VERIFY_BYTES: u64 = 256 << 20;
 
-/// Token ids as they are stored.
-#[derive(Clone, Copy, Debug)]
-pub enum Ids<'a> {
-    /// For vocabularies up to 65,536.
-    Narrow(&'a [[u8; 2]]),
-    /// For all others.
-    Wide(&'a [[u8; 4]]),
-}
-
-impl Ids<'_> {
-    /// Number of ids.
-    pub fn len(&self) -> usize {
-        match self {
-            Ids::Narrow(ids) => ids.len(),
-            Ids::Wide(ids) => ids.len(),
-        }
-    }
-
-    /// Whether there is none.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-
-    /// Copies the ids, converted.
-    pub fn copy_to<T: From<u32>>(&self, out: &mut [T]) {
-        match self {
-            Ids::Narrow(ids) => {
-                for (to, id) in out.iter_mut().zip(*ids) {
-                    *to = T::from(u32::from(u16::from_le_bytes(*id)));
-                }
-            }
-            Ids::Wide(ids) => {
-                for (to, id) in out.iter_mut().zip(*ids) {
-                    *to = T::from(u32::from_le_bytes(*id));
-                }
-            }
-        }
-    }
-
-    /// The ids.
-    pub fn to_vec(&self) -> Vec<u32> {
-        let mut ids = vec![0; self.len()];
-        self.copy_to(&mut ids);
-        ids
-    }
-}
-
-/// A file's bytes; an empty file cannot be mapped.
-struct Bytes(Option<Mmap>);
-
-impl Bytes {
-    fn open(folder: &Path, section: &Section) -> Result<Bytes> {
-        let path = folder.join(&section.file);
-        let file = File::open(&path).map_err(|e| Error::io(&path, "opening a file of the prepared set", &e))?;
-        let length = file.metadata().map_err(|e| Error::io(&path, "reading", &e))?.len();
-        if length != section.bytes {
-            return Err(damaged(&path, &format!("{length} bytes long, the manifest says {}", section.bytes)));
-        }
-        if length == 0 {
-            return Ok(Bytes(None));
-        }
-        // SAFETY: a set is never changed in place: it is written elsewhere, renamed, and removed as a whole; a removed
-        // file stays readable while it is mapped.
-        let map = unsafe { Mmap::map(&file) }.map_err(|e| Error::io(&path, "mapping", &e))?;
-        Ok(Bytes(Some(map)))
-    }
-
-    fn get(&self) -> &[u8] {
-        self.0.as_deref().unwrap_or_default()
-    }
-}
-
-fn damaged(path: &Path, problem: &str) -> Error {
-    Error::new(Kind::Store, path.display().to_string(), format!("the prepared set is damaged: {problem}"))
-        .remedy("delete this prepared set; it is made again from the data")
-}
-
-/// A prepared set. Read-only, shared by threads.
+/// A prepared set. Read-only, shared by threads. A range of tokens that is handed in lies in one document.
 pub struct Store {
     path: PathBuf,
     manifest: Manifest,
     manifest_text: String,
-    tokens: Bytes,
-    mask: Bytes,
-    offsets: Vec<u64>,
-    origins: Bytes,
-    weights: Option<Bytes>,
+    shards: Vec<Shard>,
+    /// First document of each shard, and their number at the end.
+    documents: Vec<usize>,
+    /// First token of each shard, and their number at the end.
+    tokens: Vec<usize>,
 }
 
 impl Store {
-    /// Opens a set and checks it against its manifest: sizes and offsets always, hashes up to 256 MiB.
+    /// Opens a set and checks it against its manifest: sizes, headers, footers and offsets always, hashes up to 256 MiB.
     pub fn open(path: &Path) -> Result<Store> {
         let (manifest, manifest_text) = Manifest::read(path)?;
-        let section = |name: &str| {
-            manifest.sections.get(name).ok_or_else(|| damaged(path, &format!("the manifest has no section {name:?}")))
-        };
-        let open = |name: &str| Bytes::open(path, section(name)?);
-        let (tokens, mask, offsets, origins) = (open("tokens")?, open("mask")?, open("offsets")?, open("origins")?);
-        let weights = manifest.sections.get("weights").map(|section| Bytes::open(path, section)).transpose()?;
-        let offsets: Vec<u64> =
-            offsets.get().as_chunks::<8>().0.iter().map(|bytes| u64::from_le_bytes(*bytes)).collect();
-        let store =
-            Store { path: path.to_path_buf(), manifest, manifest_text, tokens, mask, offsets, origins, weights };
-        store.check_shape()?;
-        if store.manifest.sections.values().map(|section| section.bytes).sum::<u64>() <= VERIFY_BYTES {
+        let (mut shards, mut documents, mut tokens) = (Vec::new(), vec![0], vec![0]);
+        for (index, record) in manifest.shards.iter().enumerate() {
+            let shard = Shard::open(&path.join(&record.file))?;
+            check_record(&manifest, record, index, &shard)?;
+            documents.push(documents[index] + shard.num_documents());
+            tokens.push(tokens[index] + shard.num_tokens());
+            shards.push(shard);
+        }
+        let store = Store { path: path.to_path_buf(), manifest, manifest_text, shards, documents, tokens };
+        store.check_sums()?;
+        if store.manifest.shards.iter().map(|record| record.bytes).sum::<u64>() <= VERIFY_BYTES {
             store.verify()?;
         }
         Ok(store)
     }
 
-    fn check_shape(&self) -> Result<()> {
-        let (documents, tokens) = (self.manifest.documents, self.manifest.tokens);
-        let width = match self.manifest.sections.get("tokens").map(|section| section.dtype.as_str()) {
-            Some("u16") => 2,
-            Some("u32") => 4,
-            _ => return Err(damaged(&self.path, "tokens are neither u16 nor u32")),
-        };
-        let sized = self.tokens.get().len() as u64 == tokens.saturating_mul(width)
-            && self.mask.get().len() as u64 == tokens.div_ceil(8)
-            && self.offsets.len() as u64 == documents.saturating_add(1)
-            && self.origins.get().len() as u64 == documents.saturating_mul(16)
-            && self.weights.as_ref().is_none_or(|weights| weights.get().len() as u64 == tokens.saturating_mul(4));
-        let ordered = self.offsets.first() == Some(&0)
-            && self.offsets.last() == Some(&tokens)
-            && self.offsets.windows(2).all(|pair| pair[0] <= pair[1] && pair[1] - pair[0] < u64::from(u32::MAX));
-        if sized && ordered && documents < u64::from(u32::MAX) {
-            Ok(())
-        } else {
-            Err(damaged(&self.path, "its files do not fit each other"))
+    fn check_sums(&self) -> Result<()> {
+        let (documents, tokens) = (self.num_documents(), self.tokens.last().copied().unwrap_or_default());
+        let trained: u64 = self.manifest.shards.iter().map(|record| record.trained_tokens).sum();
+        let sums = (documents as u64, tokens as u64, trained);
+        let stated = (self.manifest.documents, self.manifest.tokens, self.manifest.trained_tokens);
+        if sums != stated {
+            return Err(damaged(&self.path, "its shards do not hold what the manifest says"));
         }
+        if documents >= u32::MAX as usize {
+            return Err(damaged(&self.path, "it holds more documents than can be numbered"));
+        }
+        Ok(())
     }
 
-    /// Compares the hash of every file with the manifest.
+    /// Compares the hash of every file with the manifest. [`super::verify`] tells which part of a file is damaged.
     pub fn verify(&self) -> Result<()> {
-        for (name, section) in &self.manifest.sections {
-            let offsets: Vec<u8>;
-            let bytes = match name.as_str() {
-                "tokens" => self.tokens.get(),
-                "mask" => self.mask.get(),
-                "origins" => self.origins.get(),
-                "weights" => self.weights.as_ref().map(Bytes::get).unwrap_or_default(),
-                "offsets" => {
-                    offsets = self.offsets.iter().flat_map(|offset| offset.to_le_bytes()).collect();
-                    &offsets
-                }
-                _ => continue,
-            };
-            if section.xxh3 != format!("{:016x}", xxh3_64(bytes)) {
-                return Err(damaged(&self.path.join(&section.file), "its content is not what was written"));
+        for (record, shard) in self.manifest.shards.iter().zip(&self.shards) {
+            if record.xxh3 != format!("{:016x}", shard.hash()) {
+                return Err(damaged(shard.path(), "its content is not what was written"));
             }
         }
         Ok(())
@@ -182,9 +81,14 @@ impl Store {
         &self.manifest_text
     }
 
+    /// Its files, in order.
+    pub fn shards(&self) -> &[Shard] {
+        &self.shards
+    }
+
     /// Number of documents.
     pub fn num_documents(&self) -> usize {
-        self.offsets.len() - 1
+        self.documents.last().copied().unwrap_or_default()
     }
 
     /// Number of tokens.
@@ -194,67 +98,101 @@ impl Store {
 
     /// Whether tokens have weights of their own.
     pub fn has_weights(&self) -> bool {
-        self.weights.is_some()
+        self.shards.iter().any(Shard::has_weights)
+    }
+
+    /// The shard of a document, and the document's number in it.
+    fn place(&self, document: usize) -> (usize, usize) {
+        // A set of one shard is the common case; else the last shard that begins at or before the document.
+        let index = if self.shards.len() == 1 {
+            0
+        } else {
+            self.documents[1..self.shards.len()].partition_point(|first| *first <= document)
+        };
+        (index, document - self.documents[index])
+    }
+
+    /// The shard of a range of tokens, and the range in it; none for an empty range.
+    fn within(&self, range: Range<usize>) -> Option<(&Shard, Range<usize>)> {
+        if range.is_empty() {
+            return None;
+        }
+        let index = if self.shards.len() == 1 {
+            0
+        } else {
+            self.tokens[1..self.shards.len()].partition_point(|first| *first <= range.start)
+        };
+        let base = self.tokens[index];
+        Some((&self.shards[index], range.start - base..range.end - base))
     }
 
     /// Where a document lies among the tokens.
     pub fn range(&self, document: usize) -> Range<usize> {
-        self.offsets[document] as usize..self.offsets[document + 1] as usize
+        let (index, document) = self.place(document);
+        let (range, base) = (self.shards[index].range(document), self.tokens[index]);
+        range.start + base..range.end + base
     }
 
     /// Length of a document.
     pub fn length(&self, document: usize) -> u32 {
-        (self.offsets[document + 1] - self.offsets[document]) as u32
+        let (index, document) = self.place(document);
+        self.shards[index].range(document).len() as u32
     }
 
     /// Ids of a range of tokens.
     pub fn ids(&self, range: Range<usize>) -> Ids<'_> {
-        let bytes = self.tokens.get();
-        if bytes.len() as u64 == self.manifest.tokens * 2 {
-            Ids::Narrow(&bytes.as_chunks::<2>().0[range])
-        } else {
-            Ids::Wide(&bytes.as_chunks::<4>().0[range])
+        match self.within(range) {
+            Some((shard, range)) => shard.ids(range),
+            None => Ids::Wide(&[]),
         }
     }
 
-    /// The trained bit of a token.
+    /// The trained bit of a token. For more than one see [`Store::trained_runs`].
     pub fn is_trained(&self, token: usize) -> bool {
-        self.mask.get()[token / 8] >> (token % 8) & 1 == 1
+        self.count_trained(token..token + 1) == 1
     }
 
     /// Number of trained bits in a range of tokens.
     pub fn count_trained(&self, range: Range<usize>) -> u32 {
-        let (mask, Range { start, end }) = (self.mask.get(), range);
-        if start >= end {
-            return 0;
-        }
-        let (first, last) = (start / 8, (end - 1) / 8);
-        let low = 0xffu8 << (start % 8);
-        let high = 0xffu8 >> (7 - (end - 1) % 8);
-        if first == last {
-            return (mask[first] & low & high).count_ones();
-        }
-        let (words, rest) = mask[first + 1..last].as_chunks::<8>();
-        let middle: u32 = words.iter().map(|word| u64::from_le_bytes(*word).count_ones()).sum();
-        let tail: u32 = rest.iter().map(|byte| byte.count_ones()).sum();
-        (mask[first] & low).count_ones() + middle + tail + (mask[last] & high).count_ones()
+        self.within(range).map_or(0, |(shard, range)| shard.count_trained(range))
     }
 
-    /// The weight of a token; 1 where the set has none.
+    /// The maximal runs of trained tokens inside a range, counted from the range's start.
+    pub fn trained_runs(&self, range: Range<usize>) -> TrainedRuns<'_> {
+        self.within(range).map_or(TrainedRuns::none(), |(shard, range)| shard.trained_runs(range))
+    }
+
+    /// The weights of a range of tokens, little-endian; none where every token of its shard weighs 1.
+    pub fn weights(&self, range: Range<usize>) -> Option<&[[u8; 4]]> {
+        self.within(range).and_then(|(shard, range)| shard.weights(range))
+    }
+
+    /// The weight of a token; 1 where its shard has none.
     pub fn weight(&self, token: usize) -> f32 {
-        match &self.weights {
-            None => 1.0,
-            Some(weights) => {
-                weights.get().as_chunks::<4>().0.get(token).map_or(1.0, |bytes| f32::from_le_bytes(*bytes))
-            }
-        }
+        let weights = self.weights(token..token + 1);
+        weights.and_then(<[_]>::first).map_or(1.0, |bytes| f32::from_le_bytes(*bytes))
     }
 
     /// File and line (from 1) that a document came from.
     pub fn origin(&self, document: usize) -> (&str, u64) {
-        let fields = self.origins.get().as_chunks::<8>().0;
-        let (source, line) = (u64::from_le_bytes(fields[2 * document]), u64::from_le_bytes(fields[2 * document + 1]));
+        let (index, document) = self.place(document);
+        let (source, line) = self.shards[index].origin(document);
         let path = self.manifest.sources.get(source as usize).map_or("", |source| source.path.as_str());
         (path, line)
     }
+}
+
+/// A shard is the one that the manifest means.
+fn check_record(manifest: &Manifest, record: &ShardRecord, index: usize, shard: &Shard) -> Result<()> {
+    let header = shard.header();
+    let told = |problem: &str| Err::<(), Error>(damaged(shard.path(), problem));
+    if shard.bytes().len() as u64 != record.bytes {
+        return told(&format!("{} bytes long, the manifest says {}", shard.bytes().len(), record.bytes));
+    }
+    if format!("{:032x}", header.key) != manifest.key || header.index as usize != index {
+        return told("it is a shard of another set, or another one of this set");
+    }
+    let of_file = (header.documents, header.tokens, header.trained_tokens, shard.has_weights(), header.token_bytes);
+    let stated = (record.documents, record.tokens, record.trained_tokens, record.weights, manifest.token_bytes);
+    if of_file == stated { Ok(()) } else { told("it does not hold what the manifest says") }
 }

@@ -1,60 +1,35 @@
-//! Writes a set into a folder beside its place, makes everything durable, and moves it there in one step.
+//! Writes a set, shard by shard, into `NAME.part` beside its place, and moves it there in one step.
+//!
+//! A shard is built in memory and written by a thread of its own, so that the next one fills meanwhile. Behind each
+//! complete shard goes a note with the caller's state at that point: a run that was killed goes on from the last one.
 
-use std::collections::BTreeMap;
 use std::fs::{self, File};
-use std::io::{BufWriter, Write};
+use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
+use std::thread::JoinHandle;
 
-use xxhash_rust::xxh3::Xxh3;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
-use super::{MANIFEST, Manifest, Section, SourceRecord};
+use super::layout::{ALIGNMENT, BLOCK_BYTES, Entry, Footer, HEADER_BYTES, Header, aligned};
+use super::lock::Lock;
+use super::manifest::{check_seal, sealed};
+use super::shard::{Origin, Shard};
+use super::{MANIFEST, Manifest, ShardRecord, SourceRecord, Store};
 use crate::error::{Error, Kind, Result};
 use crate::spec::FORMAT_VERSION;
 
-/// A file of the set on its way.
-struct Part {
-    path: PathBuf,
-    file: BufWriter<File>,
-    hash: Xxh3,
-    bytes: u64,
-    dtype: &'static str,
-    width: u64,
-}
-
-impl Part {
-    fn new(folder: &Path, name: &str, dtype: &'static str, width: u64) -> Result<Part> {
-        let path = folder.join(name);
-        let file = File::create_new(&path).map_err(|e| Error::io(&path, "creating a file of the prepared set", &e))?;
-        Ok(Part { path, file: BufWriter::with_capacity(1 << 18, file), hash: Xxh3::new(), bytes: 0, dtype, width })
-    }
-
-    fn put(&mut self, bytes: &[u8]) -> Result<()> {
-        self.hash.update(bytes);
-        self.bytes += bytes.len() as u64;
-        self.file.write_all(bytes).map_err(|e| Error::io(&self.path, "writing the prepared set", &e))
-    }
-
-    fn finish(self) -> Result<Section> {
-        let failed = |e: &std::io::Error| Error::io(&self.path, "writing the prepared set", e);
-        let file = self.file.into_inner().map_err(|e| failed(e.error()))?;
-        file.sync_all().map_err(|e| failed(&e))?;
-        Ok(Section {
-            file: self.path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default(),
-            dtype: self.dtype.into(),
-            count: self.bytes / self.width,
-            bytes: self.bytes,
-            xxh3: format!("{:016x}", self.hash.digest()),
-        })
-    }
-}
+/// What the name of an unfinished set ends with.
+pub const PART: &str = ".part";
 
 /// One document to write.
 pub struct Document<'a> {
     /// Token ids.
     pub ids: &'a [u32],
-    /// A trained bit for each.
-    pub trained: &'a [bool],
+    /// First token and end of each run of trained tokens, ascending.
+    pub trained: &'a [[u32; 2]],
     /// A loss factor for each; none = 1 each.
     pub weights: Option<&'a [f32]>,
     /// Index of the source.
@@ -63,199 +38,591 @@ pub struct Document<'a> {
     pub line: u64,
 }
 
-/// A set on its way to disk. Dropped before [`Writer::finish`], it leaves nothing behind.
-pub struct Writer {
-    place: PathBuf,
-    folder: Temporary,
-    tokens: Part,
-    mask: Part,
-    offsets: Part,
-    origins: Part,
-    weights: Option<Part>,
-    vocab_size: u32,
-    documents: u64,
-    num_tokens: u64,
-    trained_tokens: u64,
-    /// Bits of the mask that do not fill a byte yet.
-    bits: u8,
-    scratch: Vec<u8>,
+/// What all shards of a set have in common.
+#[derive(Clone, Debug)]
+pub struct Layout {
+    /// Content key, 32 hex digits.
+    pub key: String,
+    /// Ids are below this.
+    pub vocab_size: u32,
+    /// xxh3-64 of tokenizer.json.
+    pub tokenizer: u64,
+    /// xxh3-64 of the chat template; 0 without one.
+    pub template: u64,
+    /// Version of the tokenizer's Unicode tables.
+    pub unicode: String,
+    /// A shard is closed once its tokens and weights take this much.
+    pub shard_bytes: u64,
 }
 
-static SERIAL: AtomicU64 = AtomicU64::new(0);
+impl Layout {
+    fn token_bytes(&self) -> u32 {
+        if self.vocab_size <= 1 << 16 { 2 } else { 4 }
+    }
+}
+
+/// What [`Writer::begin`] found.
+pub enum Begun {
+    /// The set is there and whole.
+    Complete(Box<Store>),
+    /// It has to be written; with the state at its last complete shard, if an earlier run left one.
+    Write(Box<Writer>, Option<Value>),
+}
+
+/// The note behind a complete shard.
+#[derive(Serialize, Deserialize)]
+struct Note {
+    key: String,
+    shard: ShardRecord,
+    state: Value,
+}
+
+/// A set on its way to disk. Dropped before [`Writer::finish`], it leaves its complete shards for the next run.
+pub struct Writer {
+    place: PathBuf,
+    folder: PathBuf,
+    layout: Layout,
+    shard: Buffer,
+    records: Vec<ShardRecord>,
+    /// Shards handed to the thread or written.
+    num_shards: u32,
+    work: Option<SyncSender<(Buffer, u32, Option<Value>)>>,
+    done: Receiver<Result<(Buffer, ShardRecord)>>,
+    thread: Option<JoinHandle<()>>,
+    totals: [u64; 3],
+    _lock: Lock,
+}
+
+/// A shard in memory.
+#[derive(Default)]
+struct Buffer {
+    tokens: Vec<u8>,
+    spans: Vec<[u32; 2]>,
+    offsets: Vec<u64>,
+    lines: Vec<u32>,
+    weights: Vec<u8>,
+    origins: Vec<Origin>,
+    trained: u64,
+}
+
+impl Buffer {
+    fn new(shard_bytes: u64) -> Buffer {
+        let mut buffer = Buffer::default();
+        // Asked for at once, so that it is never copied to grow; the system gives pages only as they are written.
+        buffer.tokens.reserve(shard_bytes as usize + shard_bytes as usize / 16);
+        buffer.clear();
+        buffer
+    }
+
+    fn clear(&mut self) {
+        self.tokens.clear();
+        self.spans.clear();
+        self.offsets.clear();
+        self.offsets.push(0);
+        self.lines.clear();
+        self.weights.clear();
+        self.origins.clear();
+        self.trained = 0;
+    }
+
+    fn num_tokens(&self) -> u64 {
+        self.offsets.last().copied().unwrap_or_default()
+    }
+
+    fn push(&mut self, document: &Document, wide: bool) {
+        let Document { ids, trained, weights, source, line } = document;
+        let base = self.num_tokens();
+        if wide {
+            self.tokens.extend(ids.iter().flat_map(|id| id.to_le_bytes()));
+        } else {
+            self.tokens.extend(ids.iter().flat_map(|id| (*id as u16).to_le_bytes()));
+        }
+        for [start, end] in *trained {
+            let (start, end) = (start + base as u32, end + base as u32);
+            self.trained += u64::from(end - start);
+            match self.spans.last_mut() {
+                Some(last) if last[1] == start => last[1] = end,
+                _ => self.spans.push([start, end]),
+            }
+        }
+        // The section begins with the first document that has weights; those before it weigh 1.
+        if !self.weights.is_empty() || weights.is_some() {
+            let ones = 1f32.to_le_bytes();
+            self.weights.extend(std::iter::repeat_n(ones, base as usize - self.weights.len() / 4).flatten());
+            match weights {
+                Some(weights) => self.weights.extend(weights.iter().flat_map(|weight| weight.to_le_bytes())),
+                None => self.weights.extend(std::iter::repeat_n(ones, ids.len()).flatten()),
+            }
+        }
+        self.offsets.push(base + ids.len() as u64);
+        match self.origins.last_mut() {
+            Some(last) if last.source == *source && line - last.line_base <= u64::from(u32::MAX) => last.documents += 1,
+            _ => {
+                let line_base = if *line <= u64::from(u32::MAX) { 0 } else { *line };
+                self.origins.push(Origin { documents: 1, source: *source, line_base });
+            }
+        }
+        let line_base = self.origins.last().map_or(0, |origin| origin.line_base);
+        self.lines.push((line - line_base) as u32);
+    }
+
+    /// The trained bits: as spans where these are shorter.
+    fn mask(&self) -> (&'static str, u64, Vec<u8>) {
+        let tokens = self.num_tokens();
+        let bytes = tokens.div_ceil(8) as usize;
+        if self.spans.len() * 8 < bytes {
+            let spans = self.spans.iter().flatten().flat_map(|bound| bound.to_le_bytes()).collect();
+            return ("spans", self.spans.len() as u64, spans);
+        }
+        let mut bits = vec![0u8; bytes];
+        for [start, end] in &self.spans {
+            let (start, end) = (*start as usize, *end as usize);
+            for bit in start..end.min(start.next_multiple_of(8)) {
+                bits[bit / 8] |= 1 << (bit % 8);
+            }
+            if end > start.next_multiple_of(8) {
+                bits[start.div_ceil(8)..end / 8].fill(0xff);
+                for bit in end / 8 * 8..end {
+                    bits[bit / 8] |= 1 << (bit % 8);
+                }
+            }
+        }
+        ("bits", tokens, bits)
+    }
+
+    fn meta(&self) -> Result<Vec<u8>> {
+        let mut meta = Vec::new();
+        for origin in &self.origins {
+            serde_json::to_writer(&mut meta, origin).map_err(|e| Error::new(Kind::Store, "meta", e))?;
+            meta.push(b'\n');
+        }
+        Ok(meta)
+    }
+}
 
 impl Writer {
-    /// Starts a set that will lie at `place`.
-    pub fn new(place: &Path, vocab_size: u32) -> Result<Writer> {
-        let folder = Temporary::beside(place)?;
-        let (dtype, width) = if vocab_size <= 1 << 16 { ("u16", 2) } else { ("u32", 4) };
-        let mut writer = Writer {
-            place: place.to_path_buf(),
-            tokens: Part::new(&folder.path, "tokens.bin", dtype, width)?,
-            mask: Part::new(&folder.path, "mask.bin", "u8", 1)?,
-            offsets: Part::new(&folder.path, "offsets.bin", "u64", 8)?,
-            origins: Part::new(&folder.path, "origins.bin", "u64", 8)?,
-            weights: None,
-            folder,
-            vocab_size,
-            documents: 0,
-            num_tokens: 0,
-            trained_tokens: 0,
-            bits: 0,
-            scratch: Vec::new(),
+    /// Takes the place: waits for whoever writes there, and finds what is there already.
+    ///
+    /// `waiting` is called every now and then while another process writes; its error ends the wait.
+    pub fn begin(place: &Path, layout: Layout, waiting: &mut dyn FnMut() -> Result<()>) -> Result<Begun> {
+        let parent = parent_of(place);
+        fs::create_dir_all(parent).map_err(|e| Error::io(parent, "creating the folder of prepared sets", &e))?;
+        let lock = loop {
+            match Lock::try_take(place)? {
+                Some(lock) => break lock,
+                None => std::thread::sleep(std::time::Duration::from_millis(20)),
+            }
+            waiting()?;
         };
-        writer.offsets.put(&0u64.to_le_bytes())?;
-        Ok(writer)
+        if let Ok(store) = Store::open(place)
+            && store.manifest().key == layout.key
+        {
+            return Ok(Begun::Complete(Box::new(store)));
+        }
+        let folder = part_of(place)?;
+        if Store::open(&folder).is_ok_and(|store| store.manifest().key == layout.key) {
+            // The last run was stopped between its manifest and the move.
+            publish(&folder, place)?;
+            return Ok(Begun::Complete(Box::new(Store::open(place)?)));
+        }
+        fs::create_dir_all(&folder).map_err(|e| Error::io(&folder, "creating a temporary folder", &e))?;
+        let (records, state) = find_complete(&folder, &layout.key)?;
+        let (work, jobs) = sync_channel(0);
+        let (results, done) = channel();
+        let thread = {
+            let (folder, layout) = (folder.clone(), layout.clone());
+            std::thread::Builder::new()
+                .name("rft-write".into())
+                .spawn(move || write_shards(&folder, &layout, &jobs, &results))
+                .map_err(|e| Error::io(place, "starting a thread", &e))?
+        };
+        let totals = records.iter().fold([0; 3], add);
+        let shard = Buffer::new(layout.shard_bytes);
+        let writer = Writer {
+            place: place.to_path_buf(),
+            folder,
+            layout,
+            shard,
+            num_shards: records.len() as u32,
+            records,
+            work: Some(work),
+            done,
+            thread: Some(thread),
+            totals,
+            _lock: lock,
+        };
+        Ok(Begun::Write(Box::new(writer), state))
     }
 
     /// Appends a document.
+    ///
+    /// # Errors
+    /// An id that the vocabulary does not have, a document or a number of documents that cannot be told (no place).
     pub fn push(&mut self, document: &Document) -> Result<()> {
-        let Document { ids, trained, weights, source, line } = document;
-        debug_assert_eq!(ids.len(), trained.len());
-        if ids.len() >= u32::MAX as usize {
-            return Err(Error::new(
-                Kind::Data,
-                "",
-                format!("a document of {} tokens is more than a set can hold", ids.len()),
-            ));
-        }
-        if let Some(id) = ids.iter().find(|id| **id >= self.vocab_size) {
+        let ids = document.ids;
+        if let Some(id) = ids.iter().max().filter(|id| **id >= self.layout.vocab_size) {
             let problem =
-                format!("the tokenizer gives id {id}, but the model has {} rows of embeddings", self.vocab_size);
+                format!("the tokenizer gives id {id}, but the model has {} rows of embeddings", self.layout.vocab_size);
             return Err(Error::new(Kind::Tokenizer, "tokenizer.json", problem)
                 .remedy("use the model's own tokenizer, or name the new tokens in model.add_tokens"));
         }
-        self.scratch.clear();
-        if self.tokens.width == 2 {
-            self.scratch.extend(ids.iter().flat_map(|id| (*id as u16).to_le_bytes()));
-        } else {
-            self.scratch.extend(ids.iter().flat_map(|id| id.to_le_bytes()));
+        if ids.len() >= u32::MAX as usize / 2 {
+            let problem = format!("a document of {} tokens is more than a set can hold", ids.len());
+            return Err(Error::new(Kind::Data, "", problem));
         }
-        self.tokens.put(&self.scratch)?;
-        self.put_mask(trained)?;
-        self.put_weights(ids.len(), *weights)?;
-        self.num_tokens += ids.len() as u64;
-        self.documents += 1;
-        self.offsets.put(&self.num_tokens.to_le_bytes())?;
-        self.origins.put(&u64::from(*source).to_le_bytes())?;
-        self.origins.put(&line.to_le_bytes())
-    }
-
-    fn put_mask(&mut self, trained: &[bool]) -> Result<()> {
-        self.scratch.clear();
-        let mut filled = (self.num_tokens % 8) as u32;
-        for bit in trained {
-            self.bits |= u8::from(*bit) << filled;
-            self.trained_tokens += u64::from(*bit);
-            filled += 1;
-            if filled == 8 {
-                self.scratch.push(self.bits);
-                (self.bits, filled) = (0, 0);
-            }
+        if self.totals[0] >= u64::from(u32::MAX) - 1 {
+            return Err(Error::new(Kind::Data, "", "more documents than a set can number")
+                .remedy("prepare the data in several sets"));
         }
-        self.mask.put(&self.scratch)
-    }
-
-    /// The section of weights begins with the first document that has any; those before it weigh 1.
-    fn put_weights(&mut self, tokens: usize, weights: Option<&[f32]>) -> Result<()> {
-        if self.weights.is_none() && weights.is_some() {
-            let mut part = Part::new(&self.folder.path, "weights.bin", "f32", 4)?;
-            let ones: Vec<u8> = std::iter::repeat_n(1f32.to_le_bytes(), 4096).flatten().collect();
-            let mut missing = self.num_tokens * 4;
-            while missing > 0 {
-                let n = missing.min(ones.len() as u64);
-                part.put(&ones[..n as usize])?;
-                missing -= n;
-            }
-            self.weights = Some(part);
-        }
-        if let Some(part) = &mut self.weights {
-            self.scratch.clear();
-            match weights {
-                Some(weights) => self.scratch.extend(weights.iter().flat_map(|weight| weight.to_le_bytes())),
-                None => self.scratch.extend(std::iter::repeat_n(1f32.to_le_bytes(), tokens).flatten()),
-            }
-            part.put(&self.scratch)?;
-        }
+        debug_assert!(document.trained.iter().all(|[start, end]| start < end && *end as usize <= ids.len()));
+        let trained = self.shard.trained;
+        self.shard.push(document, self.layout.token_bytes() == 4);
+        self.totals[0] += 1;
+        self.totals[1] += ids.len() as u64;
+        self.totals[2] += self.shard.trained - trained;
         Ok(())
+    }
+
+    /// Whether it is time for [`Writer::cut`].
+    pub fn is_full(&self) -> bool {
+        (self.shard.tokens.len() + self.shard.weights.len()) as u64 >= self.layout.shard_bytes
+    }
+
+    /// Closes the shard. `state`: what the caller needs to go on from here.
+    pub fn cut(&mut self, state: Value) -> Result<()> {
+        self.hand_over(Some(state))
+    }
+
+    fn hand_over(&mut self, state: Option<Value>) -> Result<()> {
+        // One shard is written while the next one fills: what the thread has is taken back first.
+        let empty = if self.num_shards as usize > self.records.len() {
+            self.take_back()?
+        } else {
+            Buffer::new(self.layout.shard_bytes)
+        };
+        let full = std::mem::replace(&mut self.shard, empty);
+        self.shard.clear();
+        let sent = self.work.as_ref().map(|work| work.send((full, self.num_shards, state)).is_ok());
+        if sent != Some(true) {
+            return Err(self.take_back().err().unwrap_or_else(|| self.lost()));
+        }
+        self.num_shards += 1;
+        Ok(())
+    }
+
+    fn take_back(&mut self) -> Result<Buffer> {
+        let (buffer, record) = self.done.recv().map_err(|_| self.lost())??;
+        self.records.push(record);
+        Ok(buffer)
+    }
+
+    fn lost(&self) -> Error {
+        Error::new(Kind::Store, self.place.display().to_string(), "the thread that writes ended early")
     }
 
     /// Tokens so far.
     pub fn num_tokens(&self) -> u64 {
-        self.num_tokens
+        self.totals[1]
     }
 
     /// Documents so far.
     pub fn num_documents(&self) -> u64 {
-        self.documents
+        self.totals[0]
     }
 
     /// Tokens with a trained bit so far.
     pub fn trained_tokens(&self) -> u64 {
-        self.trained_tokens
+        self.totals[2]
+    }
+
+    /// Complete shards, as far as they are known.
+    pub fn complete_shards(&self) -> usize {
+        self.records.len()
+    }
+
+    /// The shards that an earlier run left.
+    pub fn shards(&self) -> impl Iterator<Item = Result<Shard>> + '_ {
+        self.records.iter().map(|record| Shard::open(&self.folder.join(&record.file)))
     }
 
     /// Makes everything durable, writes the manifest last, and moves the set to its place.
-    pub fn finish(mut self, key: &str, sources: Vec<SourceRecord>, counts: serde_json::Value) -> Result<()> {
-        if !self.num_tokens.is_multiple_of(8) {
-            let last = [self.bits];
-            self.mask.put(&last)?;
+    pub fn finish(mut self, sources: Vec<SourceRecord>, counts: Value, inputs: Value) -> Result<()> {
+        if !self.shard.lines.is_empty() {
+            self.hand_over(None)?;
         }
-        let mut sections = BTreeMap::new();
-        let parts =
-            [("tokens", self.tokens), ("mask", self.mask), ("offsets", self.offsets), ("origins", self.origins)];
-        for (name, part) in parts.into_iter().chain(self.weights.map(|part| ("weights", part))) {
-            sections.insert(name.to_string(), part.finish()?);
+        while self.records.len() < self.num_shards as usize {
+            self.take_back()?;
         }
         let manifest = Manifest {
             format: "rft-store".into(),
             format_version: FORMAT_VERSION,
-            key: key.into(),
-            documents: self.documents,
-            tokens: self.num_tokens,
-            trained_tokens: self.trained_tokens,
-            vocab_size: self.vocab_size,
-            sections,
+            key: self.layout.key.clone(),
+            documents: self.totals[0],
+            tokens: self.totals[1],
+            trained_tokens: self.totals[2],
+            vocab_size: self.layout.vocab_size,
+            token_bytes: self.layout.token_bytes(),
+            shards: self.records.clone(),
             sources,
             counts,
+            inputs,
         };
-        let path = self.folder.path.join(MANIFEST);
-        let failed = |e: std::io::Error| Error::io(&path, "writing the manifest", &e);
-        let mut file = File::create_new(&path).map_err(failed)?;
-        file.write_all(manifest.to_text()?.as_bytes()).map_err(failed)?;
-        file.sync_all().map_err(failed)?;
-        sync_folder(&self.folder.path)?;
-        publish(&self.folder.path, &self.place, key)
+        write_whole(&self.folder, MANIFEST, manifest.to_text()?.as_bytes())?;
+        publish(&self.folder, &self.place)
     }
-}
 
-/// A folder that is removed when it is dropped; after it was moved away there is nothing to remove.
-struct Temporary {
-    path: PathBuf,
-}
+    /// Ends without a set and leaves nothing for the next run.
+    pub fn discard(mut self) {
+        self.stop();
+        let _ = fs::remove_dir_all(&self.folder);
+    }
 
-impl Temporary {
-    /// Makes `NAME.tmp-PID-N` beside the place.
-    fn beside(place: &Path) -> Result<Temporary> {
-        let name = place
-            .file_name()
-            .ok_or_else(|| Error::new(Kind::Argument, place.display().to_string(), "is no folder name"))?;
-        let parent = parent_of(place);
-        fs::create_dir_all(parent).map_err(|e| Error::io(parent, "creating the folder of prepared sets", &e))?;
-        let serial = SERIAL.fetch_add(1, Ordering::Relaxed);
-        let path = parent.join(format!("{}.tmp-{}-{serial}", name.to_string_lossy(), std::process::id()));
-        if path.exists() {
-            // Left by a process of the same number that was killed.
-            fs::remove_dir_all(&path).map_err(|e| Error::io(&path, "removing an old temporary folder", &e))?;
+    fn stop(&mut self) {
+        self.work = None;
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
         }
-        fs::create_dir(&path).map_err(|e| Error::io(&path, "creating a temporary folder", &e))?;
-        Ok(Temporary { path })
     }
 }
 
-impl Drop for Temporary {
+impl Drop for Writer {
     fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.path);
+        self.stop();
+        let is_kept = |name: &str| self.folder.join(name).exists();
+        if !is_kept(&note_name(0)) && !is_kept(MANIFEST) {
+            let _ = fs::remove_dir_all(&self.folder);
+        }
     }
+}
+
+fn add(sums: [u64; 3], record: &ShardRecord) -> [u64; 3] {
+    [sums[0] + record.documents, sums[1] + record.tokens, sums[2] + record.trained_tokens]
+}
+
+fn shard_name(index: usize) -> String {
+    format!("data-{index:05}.rft")
+}
+
+fn note_name(index: usize) -> String {
+    format!("data-{index:05}.json")
+}
+
+/// The shards that an earlier run completed, and its state at the last of them; everything else is removed.
+fn find_complete(folder: &Path, key: &str) -> Result<(Vec<ShardRecord>, Option<Value>)> {
+    let (mut records, mut state) = (Vec::new(), None);
+    while let Some(note) = read_note(folder, records.len(), key) {
+        records.push(note.shard);
+        state = Some(note.state);
+    }
+    let keep: Vec<String> = (0..records.len()).flat_map(|index| [shard_name(index), note_name(index)]).collect();
+    for entry in fs::read_dir(folder).map_err(|e| Error::io(folder, "reading", &e))? {
+        let entry = entry.map_err(|e| Error::io(folder, "reading", &e))?;
+        if !keep.iter().any(|name| entry.file_name() == name.as_str()) {
+            remove_if_there(&entry.path())?;
+        }
+    }
+    Ok((records, state))
+}
+
+/// The note of a shard, if it and the shard are whole.
+fn read_note(folder: &Path, index: usize, key: &str) -> Option<Note> {
+    let text = fs::read_to_string(folder.join(note_name(index))).ok()?;
+    check_seal(&text).ok()?;
+    let mut value: Value = serde_json::from_str(&text).ok()?;
+    value.as_object_mut()?.remove("self_xxh3");
+    let note: Note = serde_json::from_value(value).ok()?;
+    let shard = Shard::open(&folder.join(shard_name(index))).ok()?;
+    let whole = note.key == key
+        && note.shard.file == shard_name(index)
+        && note.shard.bytes == shard.bytes().len() as u64
+        && note.shard.xxh3 == format!("{:016x}", shard.hash());
+    whole.then_some(note)
+}
+
+/// The thread that writes.
+fn write_shards(
+    folder: &Path,
+    layout: &Layout,
+    jobs: &Receiver<(Buffer, u32, Option<Value>)>,
+    results: &Sender<Result<(Buffer, ShardRecord)>>,
+) {
+    while let Ok((buffer, index, state)) = jobs.recv() {
+        let written = write_shard(folder, layout, &buffer, index, state).map(|record| (buffer, record));
+        let failed = written.is_err();
+        if results.send(written).is_err() || failed {
+            return;
+        }
+    }
+}
+
+fn write_shard(
+    folder: &Path,
+    layout: &Layout,
+    buffer: &Buffer,
+    index: u32,
+    state: Option<Value>,
+) -> Result<ShardRecord> {
+    let name = shard_name(index as usize);
+    let (encoding, count, mask) = buffer.mask();
+    let offsets: Vec<u8> = buffer.offsets.iter().flat_map(|offset| offset.to_le_bytes()).collect();
+    let lines: Vec<u8> = buffer.lines.iter().flat_map(|line| line.to_le_bytes()).collect();
+    let meta = buffer.meta()?;
+    let (tokens, documents) = (buffer.num_tokens(), buffer.lines.len() as u64);
+    let ids = if layout.token_bytes() == 2 { "u16" } else { "u32" };
+    let mut sections = vec![
+        ("tokens", ids, tokens, buffer.tokens.as_slice()),
+        ("mask", encoding, count, &mask),
+        ("doc_offsets", "u64", documents + 1, &offsets),
+        ("lines", "u32", documents, &lines),
+    ];
+    if !buffer.weights.is_empty() {
+        sections.push(("weights", "f32", tokens, &buffer.weights));
+    }
+    sections.push(("meta", "json", buffer.origins.len() as u64, &meta));
+
+    let mut entries = Vec::new();
+    let mut next = HEADER_BYTES;
+    for (name, encoding, count, bytes) in &sections {
+        entries.push(Entry {
+            name: (*name).into(),
+            encoding: (*encoding).into(),
+            start: next as u64,
+            bytes: bytes.len() as u64,
+            count: *count,
+            xxh3: xxh3_64(bytes),
+        });
+        next = aligned(next + bytes.len());
+    }
+    let blocks = (next - HEADER_BYTES).div_ceil(BLOCK_BYTES);
+    let key = u128::from_str_radix(&layout.key, 16)
+        .map_err(|_| Error::new(Kind::Argument, "key", format!("{:?} is no number of 32 hex digits", layout.key)))?;
+    let header = Header {
+        token_bytes: layout.token_bytes(),
+        index,
+        vocab_size: layout.vocab_size,
+        documents,
+        tokens,
+        trained_tokens: buffer.trained,
+        footer_start: next as u64,
+        footer_bytes: Footer::length(sections.len(), blocks) as u64,
+        key,
+        tokenizer: layout.tokenizer,
+        template: layout.template,
+        unicode: layout.unicode.clone(),
+    };
+    let (bytes, hash) = write_durably(folder, &name, |out| {
+        out.put(&header.to_bytes())?;
+        out.begin_blocks();
+        for (_, _, _, bytes) in &sections {
+            out.put(bytes)?;
+            out.put(&[0; ALIGNMENT][..aligned(bytes.len()) - bytes.len()])?;
+        }
+        let blocks = out.end_blocks();
+        out.put(&Footer { sections: entries, blocks }.to_bytes())
+    })?;
+    let shard = ShardRecord {
+        file: name,
+        bytes,
+        xxh3: format!("{hash:016x}"),
+        documents,
+        tokens,
+        trained_tokens: buffer.trained,
+        weights: !buffer.weights.is_empty(),
+    };
+    if let Some(state) = state {
+        let note = Note { key: layout.key.clone(), shard: shard.clone(), state };
+        let text = serde_json::to_string_pretty(&note).map_err(|e| Error::new(Kind::Store, "note", e))?;
+        write_whole(folder, &note_name(index as usize), sealed(&text).as_bytes())?;
+    }
+    Ok(shard)
+}
+
+/// A file that is being written, hashed whole and by block.
+struct Output {
+    path: PathBuf,
+    file: File,
+    whole: Xxh3,
+    bytes: u64,
+    /// Hash of the block so far, what it still lacks, and the blocks before it.
+    block: Xxh3,
+    lacks: usize,
+    blocks: Option<Vec<u64>>,
+}
+
+impl Output {
+    fn put(&mut self, bytes: &[u8]) -> Result<()> {
+        // Pieces that fit the cache, so that three passes (two hashes, one copy) read memory once.
+        for piece in bytes.chunks(1 << 17) {
+            self.file.write_all(piece).map_err(|e| Error::io(&self.path, "writing the prepared set", &e))?;
+            self.whole.update(piece);
+            self.bytes += piece.len() as u64;
+            let mut rest = piece;
+            while let Some(blocks) = self.blocks.as_mut().filter(|_| !rest.is_empty()) {
+                let (now, later) = rest.split_at(rest.len().min(self.lacks));
+                self.block.update(now);
+                self.lacks -= now.len();
+                rest = later;
+                if self.lacks == 0 {
+                    blocks.push(self.block.digest());
+                    self.block.reset();
+                    self.lacks = BLOCK_BYTES;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn begin_blocks(&mut self) {
+        self.blocks = Some(Vec::new());
+    }
+
+    fn end_blocks(&mut self) -> Vec<u64> {
+        let mut blocks = self.blocks.take().unwrap_or_default();
+        if self.lacks < BLOCK_BYTES {
+            blocks.push(self.block.digest());
+        }
+        blocks
+    }
+}
+
+/// Writes a file under another name, flushes it, gives it its name, and flushes the folder; length and hash.
+fn write_durably(folder: &Path, name: &str, fill: impl FnOnce(&mut Output) -> Result<()>) -> Result<(u64, u64)> {
+    let path = folder.join(format!("{name}.tmp"));
+    let failed = |e: std::io::Error| Error::io(&path, "writing the prepared set", &e);
+    let file = File::create(&path).map_err(failed)?;
+    let (whole, block) = (Xxh3::new(), Xxh3::new());
+    let mut out = Output { path: path.clone(), file, whole, bytes: 0, block, lacks: BLOCK_BYTES, blocks: None };
+    let written = fill(&mut out).and_then(|()| out.file.sync_all().map_err(failed));
+    if let Err(error) = written {
+        // The space goes to whoever has to free some.
+        let _ = fs::remove_file(&path);
+        return Err(error);
+    }
+    fs::rename(&path, folder.join(name)).map_err(failed)?;
+    sync_folder(folder)?;
+    Ok((out.bytes, out.whole.digest()))
+}
+
+fn write_whole(folder: &Path, name: &str, bytes: &[u8]) -> Result<()> {
+    write_durably(folder, name, |out| out.put(bytes)).map(|_| ())
+}
+
+fn remove_if_there(path: &Path) -> Result<()> {
+    let removed = if path.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) };
+    match removed {
+        Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::io(path, "removing an old file", &e)),
+        _ => Ok(()),
+    }
+}
+
+/// `NAME.part` beside a place.
+fn part_of(place: &Path) -> Result<PathBuf> {
+    let name = place
+        .file_name()
+        .ok_or_else(|| Error::new(Kind::Argument, place.display().to_string(), "is no folder name"))?;
+    let mut name = name.to_os_string();
+    name.push(PART);
+    Ok(place.with_file_name(name))
 }
 
 /// The folder that holds a path; the current one for a bare name.
@@ -271,19 +638,17 @@ fn sync_folder(folder: &Path) -> Result<()> {
     opened.map_err(|e| Error::io(folder, "writing the prepared set", &e))
 }
 
-/// Moves a complete set to its place. A complete set of the same key that is there already stays: it holds the same.
-fn publish(folder: &Path, place: &Path, key: &str) -> Result<()> {
+/// Moves a complete set to its place, without the notes; what is there is damaged or another set, and goes.
+fn publish(folder: &Path, place: &Path) -> Result<()> {
     let failed = |e: std::io::Error| Error::io(place, "moving the prepared set to its place", &e);
-    if place.exists() {
-        if Manifest::read(place).is_ok_and(|(manifest, _)| manifest.key == key) && super::Store::open(place).is_ok() {
-            return fs::remove_dir_all(folder).map_err(failed);
+    for entry in fs::read_dir(folder).map_err(failed)? {
+        let entry = entry.map_err(failed)?;
+        let name = entry.file_name();
+        if name != MANIFEST && !name.to_string_lossy().ends_with(".rft") {
+            remove_if_there(&entry.path())?;
         }
-        let old = folder.with_extension("old");
-        fs::rename(place, &old).map_err(failed)?;
-        fs::rename(folder, place).map_err(failed)?;
-        let _ = fs::remove_dir_all(old);
-    } else {
-        fs::rename(folder, place).map_err(failed)?;
     }
+    remove_if_there(place)?;
+    fs::rename(folder, place).map_err(failed)?;
     sync_folder(parent_of(place))
 }

@@ -1,18 +1,31 @@
 //! tokenizer.json as the data path uses it: ids with byte ranges, and control tokens told apart from their spelling.
 //!
-//! The engine is the `tokenizers` crate, which the Python wheel wraps, so ids equal those of `transformers`. Only its
-//! single-text calls are used: they hold no pool of threads that a fork could break.
+//! Two engines give the same ids. The fast one ([`engine`]) knows byte-level BPE with the split patterns of today's
+//! models and SentencePiece-type BPE. The other is the `tokenizers` crate, which the Python wheel wraps, so ids equal
+//! those of `transformers`. It loads beside the fast one, checks it on a stress text, and does the work itself where the
+//! two differ or the fast one does not know the file; [`Tokenizer::engine`] says which and why.
 
+mod added;
+mod bpe;
+mod cache;
+mod check;
 mod control;
+mod cut;
+mod engine;
+mod memory;
+mod model;
+mod normal;
+mod slow;
+mod trie;
+pub mod unicode;
 
-use tokenizers::tokenizer::normalizer::Range as OffsetRange;
-use tokenizers::tokenizer::{
-    AddedVocabulary, Encoding, Model, NormalizedString, Normalizer, OffsetReferential, OffsetType, PreTokenizedString,
-    PreTokenizer, Token,
-};
+use std::sync::Mutex;
 
 use crate::error::{Error, Kind, Result};
 use crate::template::MARK;
+
+use engine::{Engine as Fast, Places, Sink};
+use slow::Slow;
 
 pub use control::ControlTokens;
 
@@ -21,47 +34,60 @@ pub use control::ControlTokens;
 pub struct Encoded {
     /// Token ids.
     pub ids: Vec<u32>,
-    /// Byte range of each token in the text.
+    /// Byte range of each token in the text: the whole characters that it is part of.
     pub offsets: Vec<(usize, usize)>,
+}
+
+/// Which engine turns text into ids.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Engine {
+    /// Whether it is ours, 20 to 60 times as fast as the `tokenizers` crate.
+    pub fast: bool,
+    /// Why it is not, in words that follow "because"; empty where it is.
+    pub reason: String,
 }
 
 /// A loaded tokenizer. Shared by threads.
 pub struct Tokenizer {
-    inner: tokenizers::Tokenizer,
-    /// The added tokens, special ones left unmatched.
-    plain: AddedVocabulary,
+    slow: Slow,
+    fast: std::result::Result<Box<Fast>, String>,
     control: ControlTokens,
-    byte_level: bool,
+    /// Scratches of calls that bring none. Only tried, never waited for: a fork may have left it locked.
+    spare: Mutex<Vec<Scratch>>,
 }
 
-type Failure = Box<dyn std::error::Error + Send + Sync>;
+/// What one thread works with; reuse it for all texts of one tokenizer.
+pub struct Scratch(Option<Box<engine::Scratch>>);
 
-fn failed(error: Failure) -> Error {
-    Error::new(Kind::Tokenizer, "tokenizer.json", format!("the tokenizer fails: {error}"))
-}
+/// Scratches kept for calls that bring none.
+const SPARE: usize = 4;
 
 impl Tokenizer {
     /// Loads the text of a tokenizer.json; its post-processor, truncation and padding are left out.
     pub fn new(json: &str) -> Result<Tokenizer> {
-        let broken = |e: Failure| {
-            Error::new(Kind::Tokenizer, "tokenizer.json", format!("cannot be read: {e}"))
-                .wanted("a tokenizer.json of the tokenizers library")
-        };
-        let mut inner: tokenizers::Tokenizer = json.parse().map_err(broken)?;
-        inner.with_post_processor(None::<tokenizers::PostProcessorWrapper>);
-        inner.with_truncation(None).map_err(failed)?;
-        inner.with_padding(None);
-        let mut plain = inner.get_added_vocabulary().clone();
-        plain.set_encode_special_tokens(true);
-        let special: Vec<(String, u32)> = inner
-            .get_added_tokens_decoder()
+        Tokenizer::with_version(json, unicode::Version::default())
+    }
+
+    /// The same with a version of the Unicode tables of split patterns. The self-check is against the linked
+    /// `tokenizers` crate, whose tables are 16: texts of the check hold no character that the versions tell apart.
+    pub fn with_version(json: &str, version: unicode::Version) -> Result<Tokenizer> {
+        let slow = Slow::new(json)?;
+        let added = slow.added();
+        let special = added
             .iter()
-            .filter(|(_, token)| token.special && !token.content.is_empty())
-            .map(|(id, token)| (token.content.clone(), *id))
-            .collect();
-        let control = ControlTokens::new(special)?;
-        let byte_level = matches!(inner.get_decoder(), Some(tokenizers::DecoderWrapper::ByteLevel(_)));
-        Ok(Tokenizer { inner, plain, control, byte_level })
+            .filter(|token| token.special && !token.content.is_empty())
+            .map(|token| (token.content.clone(), token.id));
+        let control = ControlTokens::new(special.collect())?;
+        let fast = model::Plan::read(json)
+            .and_then(|plan| Fast::new(plan, added, version))
+            .and_then(|fast| check::check(&fast, &slow).map(|()| Box::new(fast)));
+
+        Ok(Tokenizer { slow, fast, control, spare: Mutex::new(Vec::new()) })
+    }
+
+    /// Which engine it is.
+    pub fn engine(&self) -> Engine {
+        Engine { fast: self.fast.is_ok(), reason: self.fast.as_ref().err().cloned().unwrap_or_default() }
     }
 
     /// The control tokens: the added tokens that are marked special.
@@ -69,10 +95,35 @@ impl Tokenizer {
         &self.control
     }
 
+    /// What a thread needs for the `_into` calls. About 10 MB where the engine is fast.
+    pub fn scratch(&self) -> Scratch {
+        Scratch(self.fast.as_ref().ok().map(|fast| Box::new(fast.scratch())))
+    }
+
+    fn with_scratch<T>(&self, run: impl FnOnce(&mut Scratch) -> T) -> T {
+        let spare = self.spare.try_lock().ok().and_then(|mut spare| spare.pop());
+        let mut scratch = spare.unwrap_or_else(|| self.scratch());
+        let result = run(&mut scratch);
+        if let Ok(mut spare) = self.spare.try_lock()
+            && spare.len() < SPARE
+        {
+            spare.push(scratch);
+        }
+        result
+    }
+
     /// Ids of a text in which added tokens are recognised; nothing is put before or behind.
     pub fn encode(&self, text: &str) -> Result<Encoded> {
-        let pieces = self.inner.get_added_vocabulary().extract_and_normalize(self.inner.get_normalizer(), text);
-        self.finish(pieces)
+        self.with_scratch(|scratch| match (&self.fast, &mut scratch.0) {
+            (Ok(fast), Some(scratch)) => {
+                check_size(text)?;
+                let mut encoded = Encoded::default();
+                let mut sink = Sink { ids: &mut encoded.ids, places: Places::Spans(&mut encoded.offsets) };
+                fast.encode(text, false, scratch, &mut sink, &mut |_| {});
+                Ok(encoded)
+            }
+            _ => self.slow.encode(text),
+        })
     }
 
     /// Ids of ordinary text: control tokens spelled in it stay text.
@@ -80,9 +131,8 @@ impl Tokenizer {
     /// # Errors
     /// Where the vocabulary itself makes a control token of its spelling.
     pub fn encode_text(&self, text: &str) -> Result<Vec<u32>> {
-        let pieces = self.plain.extract_and_normalize(self.inner.get_normalizer(), text);
-        let ids = self.tokenise(pieces, OffsetType::None)?.get_ids().to_vec();
-        self.refuse_control(&ids, &[], text)?;
+        let mut ids = Vec::new();
+        self.with_scratch(|scratch| self.text_into(text, scratch, &mut ids, None))?;
         Ok(ids)
     }
 
@@ -95,33 +145,139 @@ impl Tokenizer {
         if clean.marks.is_empty() {
             return self.encode(marked);
         }
-        // The added tokens of the marked text are exactly those that the template wrote: a mark lies inside all others.
-        let found = self.inner.get_added_vocabulary().extract_and_normalize(self.inner.get_normalizer(), marked);
-        let mut real = Vec::new();
-        for (_, (start, end), tokens) in found.get_splits(OffsetReferential::Original, OffsetType::Byte) {
-            if let Some([token]) = tokens.as_deref() {
-                real.push((clean.position(start), clean.position(end), token.id));
+        self.with_scratch(|scratch| {
+            let mut encoded = Encoded::default();
+            let places = Places::Spans(&mut encoded.offsets);
+            self.marked_into(marked, clean, scratch, &mut Sink { ids: &mut encoded.ids, places })?;
+            Ok(encoded)
+        })
+    }
+
+    /// [`Tokenizer::encode`] that appends ids, and where each token ends. Token i starts where the one before ends; a
+    /// character that several tokens share is cut between them, so an end may lie inside a character.
+    pub fn encode_into(
+        &self,
+        text: &str,
+        scratch: &mut Scratch,
+        ids: &mut Vec<u32>,
+        ends: &mut Vec<u32>,
+    ) -> Result<()> {
+        self.whole_into(text, scratch, &mut Sink { ids, places: Places::Ends(ends) })
+    }
+
+    /// [`Tokenizer::encode_into`] without ends.
+    pub fn encode_ids_into(&self, text: &str, scratch: &mut Scratch, ids: &mut Vec<u32>) -> Result<()> {
+        self.whole_into(text, scratch, &mut Sink { ids, places: Places::None })
+    }
+
+    /// [`Tokenizer::encode_text`] that appends ids and ends.
+    ///
+    /// # Errors
+    /// As [`Tokenizer::encode_text`]; the lists then hold more than they held.
+    pub fn encode_text_into(
+        &self,
+        text: &str,
+        scratch: &mut Scratch,
+        ids: &mut Vec<u32>,
+        ends: &mut Vec<u32>,
+    ) -> Result<()> {
+        self.text_into(text, scratch, ids, Some(ends))
+    }
+
+    /// [`Tokenizer::encode_marked`] that appends ids and ends; the ends are those of the text without marks.
+    ///
+    /// # Errors
+    /// As [`Tokenizer::encode_marked`]; the lists then hold more than they held.
+    pub fn encode_marked_into(
+        &self,
+        marked: &str,
+        clean: &Unmarked,
+        scratch: &mut Scratch,
+        ids: &mut Vec<u32>,
+        ends: &mut Vec<u32>,
+    ) -> Result<()> {
+        let mut sink = Sink { ids, places: Places::Ends(ends) };
+        if clean.marks.is_empty() {
+            return self.whole_into(marked, scratch, &mut sink);
+        }
+        self.marked_into(marked, clean, scratch, &mut sink)
+    }
+
+    fn whole_into(&self, text: &str, scratch: &mut Scratch, sink: &mut Sink<'_>) -> Result<()> {
+        match (&self.fast, &mut scratch.0) {
+            (Ok(fast), Some(scratch)) => {
+                check_size(text)?;
+                fast.encode(text, false, scratch, sink, &mut |_| {});
+            }
+            _ => sink.take(self.slow.encode(text)?),
+        }
+        Ok(())
+    }
+
+    fn text_into(
+        &self,
+        text: &str,
+        scratch: &mut Scratch,
+        ids: &mut Vec<u32>,
+        ends: Option<&mut Vec<u32>>,
+    ) -> Result<()> {
+        let mut sink = Sink { ids, places: ends.map_or(Places::None, Places::Ends) };
+        let mut suspects = Vec::new();
+        match (&self.fast, &mut scratch.0) {
+            (Ok(fast), Some(scratch)) => {
+                check_size(text)?;
+                fast.encode(text, true, scratch, &mut sink, &mut |ids| self.suspect(ids, &mut suspects));
+            }
+            _ => {
+                let encoded = self.slow.encode_text(text)?;
+                self.suspect(&encoded.ids, &mut suspects);
+                sink.take(encoded);
             }
         }
-        let mut pieces = PreTokenizedString::from(clean.text.as_str());
-        pieces.split(|_, whole| Ok(cut(&whole, &real))).map_err(failed)?;
-        if let Some(normalizer) = self.inner.get_normalizer() {
-            pieces.normalize(|piece| normalizer.normalize(piece)).map_err(failed)?;
+        self.refuse_control(&suspects, &[], text)
+    }
+
+    fn marked_into(&self, marked: &str, clean: &Unmarked, scratch: &mut Scratch, sink: &mut Sink<'_>) -> Result<()> {
+        // The added tokens of the marked text are exactly those that the template wrote: a mark lies inside all others.
+        let mut suspects = Vec::new();
+        let place = |(start, end, id): (usize, usize, u32)| (clean.position(start), clean.position(end), id);
+        let real: Vec<(usize, usize, u32)>;
+        match (&self.fast, &mut scratch.0) {
+            (Ok(fast), Some(scratch)) => {
+                check_size(marked)?;
+                real = fast.added(marked).into_iter().map(place).collect();
+                fast.encode_cut(&clean.text, &real, scratch, sink, &mut |ids| self.suspect(ids, &mut suspects));
+            }
+            _ => {
+                real = self.slow.find_added(marked).into_iter().map(place).collect();
+                let encoded = self.slow.encode_cut(&clean.text, &real)?;
+                self.suspect(&encoded.ids, &mut suspects);
+                for (_, _, id) in &real {
+                    if let Some(written) = suspects.iter().position(|suspect| suspect == id) {
+                        suspects.swap_remove(written);
+                    }
+                }
+                sink.take(encoded);
+            }
         }
-        let encoded = self.finish(pieces)?;
-        let written: Vec<u32> = real.iter().map(|(_, _, id)| *id).collect();
-        self.refuse_control(&encoded.ids, &written, &clean.text)?;
-        Ok(encoded)
+        self.refuse_control(&suspects, &real, &clean.text)
+    }
+
+    /// Collects the control tokens among ids.
+    fn suspect(&self, ids: &[u32], suspects: &mut Vec<u32>) {
+        suspects.extend(ids.iter().copied().filter(|id| self.control.is_control(*id)));
     }
 
     /// Fails where the text spells a control token more often than the template wrote it (`written`), and the
     /// vocabulary made that token of it. An unknown-token id for other text is none.
-    fn refuse_control(&self, ids: &[u32], written: &[u32], text: &str) -> Result<()> {
-        let count = |list: &[u32], id: u32| list.iter().filter(|other| **other == id).count();
-        for id in ids.iter().copied().filter(|id| self.control.is_control(*id)) {
-            let allowed = count(written, id);
-            let token = self.inner.id_to_token(id).unwrap_or_default();
-            if count(ids, id) > allowed && !token.is_empty() && text.matches(&token).count() > allowed {
+    fn refuse_control(&self, ids: &[u32], written: &[(usize, usize, u32)], text: &str) -> Result<()> {
+        let mut ids = ids.to_vec();
+        ids.sort_unstable();
+        ids.dedup();
+        for id in ids {
+            let allowed = written.iter().filter(|(_, _, other)| *other == id).count();
+            let token = self.slow.spelling(id).unwrap_or_default();
+            if !token.is_empty() && text.matches(&token).count() > allowed {
                 let problem =
                     format!("{token:?} is spelled in the text, and this tokenizer has no other way to write it");
                 return Err(Error::new(Kind::Tokenizer, "", problem));
@@ -130,66 +286,24 @@ impl Tokenizer {
         Ok(())
     }
 
-    fn finish(&self, pieces: PreTokenizedString) -> Result<Encoded> {
-        let encoding = self.tokenise(pieces, OffsetType::Byte)?;
-        Ok(Encoded { ids: encoding.get_ids().to_vec(), offsets: encoding.get_offsets().to_vec() })
-    }
-
-    fn tokenise(&self, mut pieces: PreTokenizedString, offsets: OffsetType) -> Result<Encoding> {
-        if let Some(pre_tokenizer) = self.inner.get_pre_tokenizer() {
-            pre_tokenizer.pre_tokenize(&mut pieces).map_err(failed)?;
-        }
-        let model = self.inner.get_model();
-        pieces.tokenize(|piece| model.tokenize(piece.get())).map_err(failed)?;
-        pieces.into_encoding(None, 0, offsets).map_err(failed)
-    }
-
     /// The text of ids, control tokens included.
     pub fn decode(&self, ids: &[u32]) -> Result<String> {
-        self.inner.decode(ids, false).map_err(failed)
+        self.slow.decode(ids)
     }
 
     /// Each id's own text, for display. Bytes that are no UTF-8 alone become U+FFFD.
     pub fn tokens(&self, ids: &[u32]) -> Result<Vec<String>> {
-        ids.iter().map(|id| self.token(*id)).collect()
-    }
-
-    fn token(&self, id: u32) -> Result<String> {
-        if self.byte_level || self.inner.get_added_vocabulary().simple_id_to_token(id).is_some() {
-            return self.decode(&[id]);
-        }
-        let Some(token) = self.inner.id_to_token(id) else {
-            return Ok(String::new());
-        };
-        // SentencePiece: a decoder would take the leading space away, and a byte alone is no text.
-        if token.len() == 6 && token.starts_with("<0x") && token.ends_with('>') {
-            let byte = u8::from_str_radix(&token[3..5], 16).unwrap_or(b'?');
-            return Ok(String::from_utf8_lossy(&[byte]).into_owned());
-        }
-        Ok(token.replace('\u{2581}', " "))
+        ids.iter().map(|id| self.slow.token(*id)).collect()
     }
 }
 
-/// Cuts a whole text at the added tokens found in it.
-fn cut(whole: &NormalizedString, real: &[(usize, usize, u32)]) -> Vec<(NormalizedString, Option<Vec<Token>>)> {
-    let (mut pieces, mut at) = (Vec::with_capacity(2 * real.len() + 1), 0);
-    let end = whole.get_original().len();
-    let piece = |start: usize, end: usize| whole.slice(OffsetRange::Original(start..end));
-    for &(start, stop, id) in real {
-        if at < start {
-            pieces.extend(piece(at, start).map(|text| (text, None)));
-        }
-        pieces.extend(piece(start, stop).map(|text| {
-            let value = text.get().to_string();
-            let length = value.len();
-            (text, Some(vec![Token::new(id, value, (0, length))]))
-        }));
-        at = stop;
+/// Places are counted in 32 bits.
+fn check_size(text: &str) -> Result<()> {
+    if text.len() < u32::MAX as usize {
+        return Ok(());
     }
-    if at < end {
-        pieces.extend(piece(at, end).map(|text| (text, None)));
-    }
-    pieces
+    let problem = format!("a text of {} bytes is too long for one document", text.len());
+    Err(Error::new(Kind::Tokenizer, "", problem).wanted("less than 4 GiB"))
 }
 
 /// A text without its marks, and how places in it follow from places in the marked one.

@@ -1,7 +1,9 @@
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 
 use proptest::prelude::*;
-use rft_core::prepare::{Observer, Renderer, prepare};
+use rft_core::prepare::{Observer, prepare};
+use rft_core::rows::Renderer;
+use rft_core::store::MANIFEST;
 use rft_core::template::{Rendered, Template};
 use rft_core::{Error, Kind, key};
 use serde_json::{Value, json};
@@ -12,14 +14,14 @@ use crate::support::{CHATML, Case, Silent, TAGGED, chat, document, text};
 fn the_same_rows_give_the_same_set_for_any_number_of_threads() {
     let rows: Vec<Value> =
         (0..3000).map(|n| chat(&[("user", &format!("{n}?")), ("assistant", &"y".repeat(n % 50 + 1))])).collect();
-    let file = |threads: usize, name: &str| {
-        let case = Case::new(&rows, CHATML).with("threads", json!(threads));
+    let made = |threads: usize| {
+        let case = Case::new(&rows, CHATML).with("threads", json!(threads)).with("shard_bytes", json!(60_000));
         case.made();
-        std::fs::read(case.place().join(name)).unwrap()
+        content(&case.place())
     };
-    for name in ["tokens.bin", "mask.bin", "offsets.bin", "origins.bin"] {
-        assert_eq!(file(1, name), file(5, name), "{name}");
-    }
+    let (one, five) = (made(1), made(5));
+    assert!(one.len() > 3 && one.keys().eq(five.keys()));
+    assert!(one.iter().filter(|(name, _)| *name != MANIFEST).all(|(name, bytes)| five[name] == *bytes));
 }
 
 #[test]
@@ -132,6 +134,11 @@ fn every_input_changes_the_key_and_nothing_else_does() {
         case().with("holdout", json!({"fraction": 0.5, "part": "train"})),
         case().with("holdout", json!({"fraction": 0.5, "part": "eval"})),
         case().with("renderer", json!("callback")),
+        case().with("dedup", json!(true)),
+        case().with("shard_bytes", json!(1000)),
+        case().with_source("weight", json!(2)),
+        case().with_source("max_rows", json!(2)),
+        case().with_source("set", json!(1)),
         case().with_source("format", json!("text")),
         case().with_source("fields", json!({"text": "text"})),
         case().with_source("roles", json!({"a": "user"})),
@@ -213,7 +220,7 @@ fn a_callback_renders_what_the_native_one_does() {
             let (counts, store) = native.made();
             let called = Case::new(&rows, template).with("train_on", train_on).with("renderer", json!("callback"));
             let renderer = Through(Template::new(template, &called.parsed().tokenizer.special).unwrap());
-            let again = prepare(&called.parsed(), &called.place(), Some(&renderer), &mut Silent).unwrap();
+            let again = prepare(&called.parsed(), &called.place(), Some(&renderer), &mut Silent).unwrap().counts;
             assert_eq!(
                 (&counts["kept"], &counts["dropped"], &counts["tokens"]),
                 (&again["kept"], &again["dropped"], &again["tokens"])
@@ -226,23 +233,213 @@ fn a_callback_renders_what_the_native_one_does() {
     }
 }
 
+/// Stops at the n-th call.
 struct Stopping(u32);
 
 impl Observer for Stopping {
     fn progress(&mut self, bytes_read: u64, bytes_total: u64, _: u64) -> rft_core::Result<()> {
         assert!(bytes_read <= bytes_total);
-        self.0 += 1;
-        if self.0 == 2 { Err(Error::new(Kind::Argument, "test", "stop")) } else { Ok(()) }
+        self.0 -= 1;
+        if self.0 == 0 { Err(Error::new(Kind::Argument, "test", "stop")) } else { Ok(()) }
     }
 }
 
 #[test]
-fn a_stopped_preparation_leaves_nothing_behind() {
+fn a_preparation_that_stops_before_its_first_shard_leaves_nothing_behind() {
     let rows: Vec<Value> = (0..5000).map(|n| json!({"text": format!("row {n}")})).collect();
     let case = Case::new(&rows, CHATML);
-    let error = prepare(&case.parsed(), &case.place(), None, &mut Stopping(0)).unwrap_err();
+    let error = prepare(&case.parsed(), &case.place(), None, &mut Stopping(2)).unwrap_err();
     assert_eq!(error.problem, "stop");
     assert_eq!(std::fs::read_dir(case.folder.path()).unwrap().count(), 1);
+}
+
+/// Every file of a set.
+fn content(place: &std::path::Path) -> BTreeMap<String, Vec<u8>> {
+    let files = std::fs::read_dir(place).unwrap().map(|entry| entry.unwrap());
+    files.map(|file| (file.file_name().into_string().unwrap(), std::fs::read(file.path()).unwrap())).collect()
+}
+
+/// Eight files, four of them a data set, with everything that has to survive a stop: counts, notes, duplicates,
+/// sampling, weights of rows.
+fn eventful() -> Case {
+    let row = |n: usize| match n % 10 {
+        0 => json!({"messages": []}),
+        1 => json!({"messages": "bad"}),
+        2 => chat(&[("user", "again"), ("assistant", &format!("{}", n % 30))]),
+        3 => {
+            json!({"messages": [{"role": "user", "content": "w"}, {"role": "assistant", "content": "x", "loss_weight": 0.5}]})
+        }
+        _ => chat(&[("user", &format!("{n}?")), ("assistant", &"y".repeat(n % 50 + 1))]),
+    };
+    let mut case = Case::new(&[], CHATML).with("on_error", json!("skip")).with("dedup", json!(true));
+    case.spec["sources"] = (0..8)
+        .map(|file| {
+            let path = case.folder.path().join(format!("{file}.jsonl"));
+            let text: Vec<String> = (0..160).map(|n| row(n * (file + 1) + file).to_string()).collect();
+            std::fs::write(&path, text.join("\n")).unwrap();
+            json!({"path": path, "name": format!("{file}.jsonl"), "format": "messages", "set": file / 4,
+                "weight": if file < 4 { 1.5 } else { 0.7 }, "max_rows": 600})
+        })
+        .collect();
+    case.with("shard_bytes", json!(5_000)).with("seed", json!(7))
+}
+
+#[test]
+fn a_stopped_preparation_goes_on_and_ends_with_the_same_bytes() {
+    let whole = eventful();
+    let (counts, store) = whole.made();
+    assert!(store.shards().len() > 6, "{}", store.shards().len());
+    let (whole, dropped) = (content(&whole.place()), &counts["dropped"]);
+    for reason in ["bad row", "empty", "duplicate", "not sampled", "over max_rows"] {
+        assert!(dropped[reason].as_u64().unwrap() > 0, "{counts}");
+    }
+    assert!(counts["repeats"].as_u64().unwrap() > 0);
+    let mut resumed = 0;
+    for threads in [1, 3] {
+        let case = eventful().with("threads", json!(threads));
+        let mut stops = 0u32;
+        loop {
+            match prepare(&case.parsed(), &case.place(), None, &mut Stopping(2 + stops / 2)) {
+                Ok(made) => {
+                    assert_eq!((made.written, &made.counts["dropped"]), (true, dropped));
+                    break;
+                }
+                Err(error) => assert_eq!(error.problem, "stop"),
+            }
+            stops += 1;
+            assert!(stops < 60, "it gets on");
+            // What a kill may leave: half a shard, half a note, a note without its shard.
+            let part = case.folder.path().join("set.part");
+            if part.exists() {
+                resumed += 1;
+                std::fs::write(part.join("data-00099.rft.tmp"), b"RFTSHARD").unwrap();
+                std::fs::write(part.join("data-00098.json"), b"{").unwrap();
+            }
+        }
+        let made = content(&case.place());
+        assert_eq!(made.keys().collect::<Vec<_>>(), whole.keys().collect::<Vec<_>>());
+        for (name, bytes) in made {
+            let shown =
+                |bytes: &[u8]| String::from_utf8_lossy(bytes).replace(&*case.folder.path().to_string_lossy(), "");
+            if name == MANIFEST {
+                // The paths of the sources differ, and with them the hash of the manifest.
+                let (made, whole): (Value, Value) =
+                    (serde_json::from_str(&shown(&bytes)).unwrap(), serde_json::from_slice(&whole[&name]).unwrap());
+                assert_eq!((&made["shards"], &made["key"]), (&whole["shards"], &whole["key"]));
+                assert_eq!(made["counts"]["dropped_examples"], whole["counts"]["dropped_examples"]);
+            } else {
+                assert!(bytes == whole[&name], "{name} differs");
+            }
+        }
+        assert!(!case.folder.path().join("set.part").exists());
+    }
+    assert!(resumed > 8, "{resumed} runs went on from shards of earlier ones");
+}
+
+#[test]
+fn a_damaged_shard_of_an_earlier_run_is_made_again() {
+    let whole = eventful();
+    whole.made();
+    let case = eventful();
+    let error = prepare(&case.parsed(), &case.place(), None, &mut Stopping(6)).unwrap_err();
+    assert_eq!(error.problem, "stop");
+    let shard = case.folder.path().join("set.part").join("data-00001.rft");
+    let mut bytes = std::fs::read(&shard).unwrap();
+    bytes[5000] ^= 1;
+    std::fs::write(&shard, bytes).unwrap();
+    let made = case.prepared().unwrap();
+    assert!(made.written && made.resumed_rows > 0);
+    for (name, bytes) in content(&case.place()).into_iter().filter(|(name, _)| name != MANIFEST) {
+        assert!(bytes == content(&whole.place())[&name], "{name}");
+    }
+}
+
+#[test]
+fn a_set_that_is_there_is_not_made_again_and_a_bad_row_leaves_nothing() {
+    let case = eventful();
+    let first = case.prepared().unwrap();
+    let again = case.prepared().unwrap();
+    assert_eq!((first.written, again.written), (true, false));
+    assert_eq!(first.counts, again.counts);
+    let failing = eventful().with("on_error", json!("fail"));
+    assert!(failing.run().unwrap_err().place.starts_with("0.jsonl:2"));
+    assert!(!failing.folder.path().join("set.part").exists() && !failing.folder.path().join("set.lock").exists());
+}
+
+#[test]
+fn a_weight_multiplies_rows_and_a_fraction_chooses_them_by_the_seed() {
+    let rows: Vec<Value> = (0..1000).map(|n| json!({"text": format!("row {n}")})).collect();
+    let lines = |weight: f64, seed: u64, rows: &[Value]| {
+        let case = Case::new(rows, CHATML).with_source("weight", json!(weight)).with("seed", json!(seed));
+        let (counts, store) = case.made();
+        let lines: Vec<u64> = (0..store.num_documents()).map(|index| store.origin(index).1).collect();
+        assert_eq!(counts["documents"], json!(lines.len()));
+        assert_eq!(counts["read"].as_u64().unwrap(), rows.len() as u64);
+        let dropped = counts["dropped"].get("not sampled").and_then(Value::as_u64).unwrap_or_default();
+        assert_eq!(counts["kept"].as_u64().unwrap() + dropped, rows.len() as u64);
+        assert_eq!(
+            counts["documents"].as_u64().unwrap(),
+            counts["kept"].as_u64().unwrap() + counts["repeats"].as_u64().unwrap()
+        );
+        lines
+    };
+    let half = lines(0.5, 1, &rows);
+    assert!((430..570).contains(&half.len()), "{}", half.len());
+    assert_eq!(half, lines(0.5, 1, &rows));
+    assert_ne!(half, lines(0.5, 2, &rows));
+    let more: Vec<Value> = rows.iter().cloned().chain((0..50).map(|n| json!({"text": format!("new {n}")}))).collect();
+    assert_eq!(lines(0.5, 1, &more).into_iter().filter(|line| *line <= 1000).collect::<Vec<_>>(), half);
+    let often = lines(2.25, 1, &rows);
+    let count = |line: u64| often.iter().filter(|other| **other == line).count();
+    assert!((1..=1000).all(|line| [2, 3].contains(&count(line))));
+    let thrice = (1..=1000).filter(|line| count(*line) == 3).count();
+    assert!((190..310).contains(&thrice), "{thrice}");
+    assert!(lines(3.0, 1, &rows).len() == 3000);
+}
+
+#[test]
+fn a_seed_is_part_of_the_key_only_where_it_chooses() {
+    let rows = [json!({"text": "one"}), json!({"text": "two"})];
+    let key = |weight: f64, seed: u64| {
+        let case = Case::new(&rows, CHATML).with_source("weight", json!(weight)).with("seed", json!(seed));
+        key::of_spec(&case.parsed()).unwrap().0
+    };
+    assert_eq!(key(2.0, 1), key(2.0, 2));
+    assert_ne!(key(1.5, 1), key(1.5, 2));
+}
+
+#[test]
+fn max_rows_are_the_first_of_a_data_set_over_its_files() {
+    let mut case = Case::new(&[json!({"text": "a"}), json!({"text": "b"}), json!({"text": "c"})], CHATML);
+    let path = case.spec["sources"][0]["path"].clone();
+    case.spec["sources"] = json!([{"path": path, "set": 0, "max_rows": 4}, {"path": path, "set": 0, "max_rows": 4}, {"path": path, "set": 1}]);
+    let (counts, store) = case.made();
+    assert_eq!(
+        (&counts["read"], &counts["kept"], &counts["dropped"]),
+        (&json!(9), &json!(7), &json!({"over max_rows": 2}))
+    );
+    let kept: Vec<String> = (0..7).map(|index| text(&document(&store, index).0)).collect();
+    assert_eq!(kept.concat().replace("<|endoftext|>", ""), "abcaabc");
+}
+
+#[test]
+fn duplicates_are_documents_with_the_same_ids_labels_and_weights() {
+    let text_row = |text: &str| json!({"text": text, "id": text.len()});
+    let pair = |prompt: &str, completion: &str| json!({"prompt": prompt, "completion": completion});
+    let rows = [text_row("ab"), json!({"text": "ab", "id": 9}), text_row("abc"), text_row("ab")];
+    let count = |rows: &[Value], dedup: bool| {
+        let (counts, store) = Case::new(rows, CHATML).with("dedup", json!(dedup)).made();
+        (store.num_documents(), counts["dropped"].clone())
+    };
+    assert_eq!(count(&rows, false), (4, json!({})));
+    assert_eq!(count(&rows, true), (2, json!({"duplicate": 2})));
+    // The same ids with other labels are another document.
+    assert_eq!(count(&[pair("a", "b"), pair("", "ab"), pair("a", "b")], true), (2, json!({"duplicate": 1})));
+    let weighed = |weight: f64| json!({"text": "ab", "loss_weight": weight});
+    assert_eq!(count(&[weighed(1.0), weighed(0.5), weighed(1.0), weighed(0.5)], true), (2, json!({"duplicate": 2})));
+    // The first of a kind stays, however often its weight repeats it.
+    let (counts, store) = Case::new(&rows, CHATML).with("dedup", json!(true)).with_source("weight", json!(3.0)).made();
+    assert_eq!((store.num_documents(), &counts["dropped"]), (6, &json!({"duplicate": 2})));
 }
 
 #[test]

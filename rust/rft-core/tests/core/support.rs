@@ -3,9 +3,9 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use rft_core::prepare::{Observer, prepare};
+use rft_core::prepare::{Observer, Prepared, prepare};
 use rft_core::spec::Spec;
-use rft_core::store::{Document, Store, Writer};
+use rft_core::store::{Begun, Document, Layout, SHARD_BYTES, Store, Writer};
 use serde_json::{Value, json};
 
 pub const EOS: u32 = 256;
@@ -80,7 +80,7 @@ impl Case {
         let path = folder.path().join(name);
         std::fs::write(&path, bytes).unwrap();
         let spec = json!({
-            "format_version": 1,
+            "format_version": 2,
             "sources": [{"path": path, "name": name}],
             "tokenizer": {"json": tokenizer_json(&[]), "special": {"eos_token": "<|endoftext|>", "bos_token": "<s>"},
                 "add_bos": false, "eos_id": EOS, "bos_id": BOS, "vocab_size": VOCAB},
@@ -114,6 +114,10 @@ impl Case {
     }
 
     pub fn run(&self) -> rft_core::Result<Value> {
+        self.prepared().map(|made| made.counts)
+    }
+
+    pub fn prepared(&self) -> rft_core::Result<Prepared> {
         prepare(&self.parsed(), &self.place(), None, &mut Silent)
     }
 
@@ -173,13 +177,50 @@ pub fn trained_text(store: &Store, index: usize) -> Vec<String> {
     runs.iter().map(|run| text(run)).collect()
 }
 
-/// A set with documents of given ids and bits.
+/// Bits as runs.
+pub fn runs(bits: &[bool]) -> Vec<[u32; 2]> {
+    let mut runs: Vec<[u32; 2]> = Vec::new();
+    for (at, _) in (0u32..).zip(bits).filter(|(_, bit)| **bit) {
+        match runs.last_mut() {
+            Some(last) if last[1] == at => last[1] += 1,
+            _ => runs.push([at, at + 1]),
+        }
+    }
+    runs
+}
+
+/// A set with documents of given ids and bits; every other one has weights, if there are any.
 pub fn set_of(place: &Path, documents: &[(Vec<u32>, Vec<bool>)], weights: Option<f32>) -> Store {
-    let mut writer = Writer::new(place, 1 << 16).unwrap();
+    set_of_shards(place, documents, weights, SHARD_BYTES)
+}
+
+/// The same in shards of about `shard_bytes`.
+pub fn set_of_shards(
+    place: &Path,
+    documents: &[(Vec<u32>, Vec<bool>)],
+    weights: Option<f32>,
+    shard_bytes: u64,
+) -> Store {
+    let layout = Layout {
+        key: format!("{:032x}", 0xabcu128 << 96 | 7),
+        vocab_size: 1 << 16,
+        tokenizer: 1,
+        template: 2,
+        unicode: "16.0.0".into(),
+        shard_bytes,
+    };
+    let Begun::Write(mut writer, _) = Writer::begin(place, layout, &mut || Ok(())).unwrap() else {
+        return Store::open(place).unwrap();
+    };
     for (index, (ids, trained)) in documents.iter().enumerate() {
         let own: Option<Vec<f32>> = weights.filter(|_| index % 2 == 1).map(|w| vec![w; ids.len()]);
-        writer.push(&Document { ids, trained, weights: own.as_deref(), source: 0, line: index as u64 + 1 }).unwrap();
+        let document =
+            Document { ids, trained: &runs(trained), weights: own.as_deref(), source: 0, line: index as u64 + 1 };
+        writer.push(&document).unwrap();
+        if writer.is_full() {
+            writer.cut(json!({"documents": index + 1})).unwrap();
+        }
     }
-    writer.finish("key", Vec::new(), json!({})).unwrap();
+    writer.finish(Vec::new(), json!({}), json!({})).unwrap();
     Store::open(place).unwrap()
 }

@@ -1,0 +1,155 @@
+"""PEFT's LoRA linears through the fused operations: one product for every branch that reads an input, none of them an own pass.
+
+`read` is asked in every forward, so that switched-off, merged and several active adapters are respected as PEFT does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rft import quant
+from rft.kernels.lora_linear import Branch, FrozenLinear, lora_linears
+from rft.models.surgery import Candidate, Matcher
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def is_lora(module: nn.Module) -> bool:
+    """A linear that PEFT has wrapped for LoRA."""
+    return hasattr(module, "lora_A") and hasattr(module, "base_layer") and not getattr(module, "lora_embedding_A", None)
+
+
+def why_not_fused(module: nn.Module) -> str | None:
+    """Why this linear is left to PEFT (or to torch), or None. Says what is set up, not what is switched on at the moment."""
+    peft: Any = module
+    if not is_lora(module):
+        return None if quant.is_linear(module) else f"{type(module).__name__} is no plain linear"
+    base = peft.get_base_layer()
+    if not quant.is_linear(base):
+        return f"its base is a {type(base).__name__}"
+    if getattr(peft, "fan_in_fan_out", False):
+        return "its base weight is transposed (fan_in_fan_out)"
+    names = [a for a in peft.active_adapters if a in peft.lora_A]
+    variants = sorted({type(v).__name__ for a, v in getattr(peft, "lora_variant", {}).items() if a in names})
+    if variants:
+        return f"it is a variant of LoRA ({', '.join(variants)})"
+    if any(peft.lora_bias.get(a, False) for a in names):
+        return "its adapter has a bias of its own"
+    if any(getattr(peft.lora_dropout[a], "p", 0.0) for a in names):
+        return "it has dropout"
+    return None
+
+
+def read(module: nn.Module, *, inside: bool = False) -> FrozenLinear | None:
+    """What the linear computes at the moment, or None where only the module itself knows.
+
+    inside: asked from the module's own forward, around which its hooks run anyway.
+    """
+    if torch.is_autocast_enabled(_device_of(module)):
+        return None
+    peft: Any = module
+    if not is_lora(module):
+        if not quant.is_linear(module) or _hooked(module):
+            return None
+        plain = quant.held(module)
+        return None if plain is None else FrozenLinear(plain, module.bias)  # type: ignore[arg-type]
+    base = peft.get_base_layer()
+    if (
+        why_not_fused(module)
+        or (peft.disable_adapters and peft.merged)
+        or (_hooked(module) and not inside)
+        or _hooked(base)
+    ):
+        return None
+    held = quant.held(base)
+    if held is None:
+        return None
+    if peft.disable_adapters or peft.merged:
+        return FrozenLinear(held, base.bias)
+    branches = []
+    for name in peft.active_adapters:
+        if name in peft.lora_A:
+            A, B = peft.lora_A[name], peft.lora_B[name]
+            if _hooked(A) or _hooked(B):
+                return None
+            branches.append(Branch(A.weight, B.weight, float(peft.scaling[name])))
+    return FrozenLinear(held, base.bias, tuple(branches))
+
+
+def _device_of(module: nn.Module) -> str:
+    parameter = next(module.parameters(), None)
+    return "cpu" if parameter is None else parameter.device.type
+
+
+def _hooked(module: nn.Module) -> bool:
+    """Whether somebody listens to its forward: then it has to be called."""
+    return any(getattr(module, name) for name in _HOOKS)
+
+
+def apply_linears(x: Tensor, modules: Sequence[nn.Module]) -> tuple[Tensor, ...]:
+    """Every module of x; those that can be read together, the others by themselves."""
+    known = [read(module) for module in modules]
+    together = [k for k in known if k is not None and fits(k, x)]
+    outs = iter(lora_linears(x, together) if together else ())
+    return tuple(next(outs) if fits(k, x) else m(x) for m, k in zip(modules, known, strict=True))
+
+
+def fits(known: FrozenLinear | None, x: Tensor) -> bool:
+    """Whether it was read, and takes inputs of this type."""
+    return known is not None and known.weight_dtype in (None, x.dtype)
+
+
+@cache
+def _fused_class(kind: type) -> type:
+    """The same class of PEFT's, so that PEFT finds and merges it as before, with a forward of ours."""
+
+    def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        known = None if args or kwargs else read(self, inside=True)
+        if not fits(known, x):
+            return kind.forward(self, x, *args, **kwargs)  # type: ignore[attr-defined]
+        assert known is not None
+        return lora_linears(x, [known])[0]
+
+    return type(kind.__name__, (kind,), {"forward": forward, "rft_fused": True, "__module__": kind.__module__})
+
+
+def _fused(original: nn.Module) -> nn.Module:
+    return as_class(original, _fused_class(type(original)))  # type: ignore[arg-type]
+
+
+def as_class(original: nn.Module, kind: type) -> nn.Module:
+    """A module of another class with the original's attributes, parameters and children, under their names and in their order."""
+    made: Any = nn.Module.__new__(kind)
+    made.__dict__.update(original.__dict__)
+    for name in ("_parameters", "_buffers", "_modules"):
+        made.__dict__[name] = dict(original.__dict__[name])
+    return made
+
+
+def _looks_like_lora_linear(module: nn.Module) -> bool:
+    return is_lora(module) and not getattr(module, "rft_fused", False)
+
+
+def _candidates(module: nn.Module) -> list[Candidate] | str:
+    why = why_not_fused(module)
+    return why if why else [Candidate("small products shared, added into the output in place", _fused)]
+
+
+def width_in(module: nn.Module) -> int:
+    """Inputs of a linear, wrapped or not."""
+    base: Any = module.get_base_layer() if is_lora(module) else module  # type: ignore[operator]
+    return base.in_features
+
+
+def _inputs(module: nn.Module, generator: torch.Generator) -> tuple[Tensor, ...]:
+    return (torch.randn(2, 7, width_in(module), generator=generator),)
+
+
+LORA_LINEAR = Matcher(
+    "lora linear", _looks_like_lora_linear, _candidates, _inputs, rounding="no worse", train_all=False
+)

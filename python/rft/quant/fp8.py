@@ -1,0 +1,104 @@
+"""A frozen base in FP8: weights of the decoder layers quantised once, by row, in the layouts of both passes.
+
+LoRA's own products stay in the compute type and see unquantised inputs. The first and the last decoder layer, embeddings, norms and head are
+kept as they are: they lose the most. An adapter is merged into the original weights, never into these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rft.errors import Refused
+from rft.kernels import fp8
+from rft.kernels.lora_linear import FrozenLinear, lora_linears
+
+KEPT_AT_EACH_END = 1
+"""Decoder layers at each end that are not quantised."""
+
+
+class Fp8Linear(nn.Module):
+    """Stands in for a frozen nn.Linear. Gradients reach its input and its bias."""
+
+    by_row: Tensor
+    row_scale: Tensor
+    by_column: Tensor
+    column_scale: Tensor
+
+    def __init__(self, weight: fp8.Weight, bias: nn.Parameter | None):
+        super().__init__()
+        for name, tensor in weight._asdict().items():
+            self.register_buffer(name, tensor, persistent=False)  # made again from the model's own weights, never saved
+        self.bias = bias
+        self.out_features, self.in_features = weight.shape
+
+    def rft_held(self) -> fp8.Weight:
+        """As the fused operations take it."""
+        return fp8.Weight(self.by_row, self.row_scale, self.by_column, self.column_scale)
+
+    @property
+    def weight(self) -> Tensor:
+        """What the numbers stand for, fp32 [out, in], made anew: for whoever looks, never for training."""
+        return self.rft_held().dequantised()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return lora_linears(x, [FrozenLinear(self.rft_held(), self.bias)])[0]
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, e4m3"
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """What was done."""
+
+    count: int
+    of: int
+    error: float
+    """Largest norm of a weight's error over the norm of the weight."""
+    left: dict[str, int]
+    """Why linears were left as they are -> how many."""
+
+
+def refuse_without_fp8(device: torch.device, *, emulate: bool = False) -> None:
+    """Raise Refused where this device has no FP8 products. emulate: let a CPU multiply the same numbers in fp32 (tests)."""
+    why = None
+    if device.type == "cuda":
+        why = fp8.why_not(torch.empty(16, 16), torch.cuda.get_device_capability(device))
+    elif not emulate:
+        why = f"FP8 products need a CUDA GPU of compute capability 8.9 (Ada, Hopper or newer), this is a {device.type}"
+    if why:
+        raise Refused('model.base_weights = "fp8"', why, do='set model.base_weights = "bf16"')
+
+
+@torch.no_grad()
+def quantise_base(layers: Sequence[nn.Module], *, keep_ends: int = KEPT_AT_EACH_END) -> Quantised:
+    """Replace every frozen linear of these decoder layers, in place, weight by weight, so that no second copy of all exists."""
+    count, total, worst = 0, 0, 0.0
+    left: dict[str, int] = {}
+    for index, layer in enumerate(layers):
+        for name, module in list(layer.named_modules()):
+            if type(module) is not nn.Linear or ".lora_" in f".{name}":
+                continue
+            total += 1
+            why = fp8.why_not(module.weight, None)
+            if index < keep_ends or index >= len(layers) - keep_ends:
+                why = "in the first or last layer"
+            elif module.weight.requires_grad:
+                why = "trained"
+            if why:
+                left[why] = left.get(why, 0) + 1
+                continue
+            made = Fp8Linear(fp8.quantise_weight(module.weight), module.bias)
+            original = module.weight.float()
+            error = float((made.weight - original).norm() / original.norm().clamp_min(1e-12))
+            worst = max(worst, error)
+            parent, _, attribute = name.rpartition(".")
+            owner: Any = layer.get_submodule(parent) if parent else layer
+            setattr(owner, attribute, made.train(module.training))
+            count += 1
+    return Quantised(count, total, worst, left)

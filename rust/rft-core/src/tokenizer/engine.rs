@@ -1,0 +1,473 @@
+//! The fast engine: added tokens, normal form, pieces, ids.
+
+use super::added::{Finder, Stretch};
+use super::bpe::{Bpe, Memo, Unit};
+use super::cache::{Cache, Found, LONG, SHORT, hash, key};
+use super::cut::{Cutter, Scheme};
+use super::model::{Added, Form, Plan, Prefix, SPACE_MARK};
+use super::normal::{Normal, normalise};
+use super::unicode::{Classes, Version};
+
+/// A loaded fast engine. Shared by threads.
+pub struct Engine {
+    cutter: Cutter,
+    form: Form,
+    prefix: Prefix,
+    /// Whether spaces become marks before normalised added tokens are looked for, or only then.
+    marks_first: bool,
+    raw: Finder,
+    normalized: Finder,
+    bpe: Bpe,
+    /// A cache that holds the vocabulary.
+    seed: Cache,
+}
+
+/// What one thread works with: its piece cache and buffers, about 10 MB. It belongs to one tokenizer.
+pub struct Scratch {
+    pub(super) cache: Cache,
+    memo: Memo,
+    ends: Vec<u32>,
+    keys: Vec<(u128, u64)>,
+    out: Vec<u32>,
+}
+
+/// Pieces that are looked up together, so that memory answers while others are prepared.
+const BATCH: usize = 256;
+
+/// Where the bytes of a worked text come from in the text given.
+enum Origin<'a> {
+    /// All of them, from a position on, with a space put before.
+    Plain { base: usize, prefix: usize },
+    /// Each has its own range; and a position to add.
+    Ranges { base: usize, from: &'a [(u32, u32)] },
+}
+
+/// Where ids go, and what is told of each.
+pub(super) struct Sink<'a> {
+    pub ids: &'a mut Vec<u32>,
+    pub places: Places<'a>,
+}
+
+/// What is told of each token's place.
+pub(super) enum Places<'a> {
+    /// Nothing.
+    None,
+    /// Where it ends; characters may be cut.
+    Ends(&'a mut Vec<u32>),
+    /// The whole characters that it is part of, as the `tokenizers` crate gives them.
+    Spans(&'a mut Vec<(usize, usize)>),
+}
+
+/// How ids in stretches of text are looked at: those of control tokens, for [`super::Tokenizer::encode_text`].
+pub(super) type Look<'a> = &'a mut dyn FnMut(&[u32]);
+
+impl Engine {
+    /// From a plan and the added tokens as the library numbers them; else why it cannot be.
+    pub fn new(plan: Plan<'_>, added: Vec<Added>, version: Version) -> std::result::Result<Engine, String> {
+        let unit = if matches!(plan.scheme, Scheme::Spaces { .. }) { Unit::Char } else { Unit::Byte };
+        let bpe = Bpe::new(&plan.model, unit)?;
+        let marks_first = unit == Unit::Char && matches!(plan.prefix, Prefix::Never | Prefix::Always);
+        let content = |token: &Added| -> String {
+            if unit == Unit::Char && marks_first {
+                let space = if plan.prefix == Prefix::Always { " " } else { "" };
+                return format!("{space}{}", token.content.replace(SPACE_MARK, " "));
+            }
+            normalise(&token.content, plan.form).map_or_else(|| token.content.clone(), |normal| normal.text)
+        };
+        let (normalized, raw): (Vec<Added>, Vec<Added>) = added.into_iter().partition(|token| token.normalized);
+        let finder = |tokens: Vec<(Added, String)>| Finder::new(tokens).map_err(|e| e.problem);
+        let raw = finder(raw.into_iter().map(|token| (token.content.clone(), token)).map(|(c, t)| (t, c)).collect())?;
+        let normalized =
+            finder(normalized.into_iter().map(|token| (content(&token), token)).map(|(c, t)| (t, c)).collect())?;
+        let mut engine = Engine {
+            cutter: Cutter::new(plan.scheme, Classes::of(version), bpe.glue()),
+            form: plan.form,
+            prefix: plan.prefix,
+            marks_first,
+            raw,
+            normalized,
+            bpe,
+            seed: Cache::new(0),
+        };
+        engine.seed = engine.seeded();
+        Ok(engine)
+    }
+
+    /// A cache with every token that merges reach. (Others in the vocabulary are not what their text becomes.)
+    fn seeded(&self) -> Cache {
+        let short = self.bpe.texts().filter(|text| text.len() <= SHORT).count();
+        let mut cache = Cache::new(short + short / 4);
+        for (text, id) in self.bpe.texts().zip(self.bpe.ids()) {
+            if text.len() <= SHORT {
+                let key = key(text, 0, text.len());
+                cache.put(key, hash(key), &[*id]);
+            } else if text.len() <= LONG {
+                cache.put_long(text, &[*id]);
+            }
+        }
+        cache
+    }
+
+    /// What a thread needs.
+    pub fn scratch(&self) -> Scratch {
+        Scratch {
+            cache: self.seed.clone(),
+            memo: Memo::default(),
+            ends: Vec::with_capacity(BATCH + 1),
+            keys: vec![(0, 0); BATCH],
+            out: vec![0; 4 * BATCH],
+        }
+    }
+
+    /// Ids of a text with its added tokens, special ones as text where `text_only`.
+    pub fn encode(&self, text: &str, text_only: bool, scratch: &mut Scratch, sink: &mut Sink<'_>, look: Look<'_>) {
+        self.raw.cut(text, text_only, &mut |stretch| match stretch.id {
+            Some(id) => {
+                sink.added(id, stretch.start, stretch.end, text.as_bytes(), &Origin::Plain { base: 0, prefix: 0 })
+            }
+            None => self.stretch(text, stretch, true, text_only, scratch, sink, look),
+        });
+    }
+
+    /// Ids of a text whose added tokens are given: (start, end, id), in order.
+    pub fn encode_cut(
+        &self,
+        text: &str,
+        tokens: &[(usize, usize, u32)],
+        scratch: &mut Scratch,
+        sink: &mut Sink<'_>,
+        look: Look<'_>,
+    ) {
+        let whole = Origin::Plain { base: 0, prefix: 0 };
+        let mut at = 0;
+        for &(start, end, id) in tokens.iter().chain([&(text.len(), text.len(), u32::MAX)]) {
+            if at < start {
+                self.stretch(text, Stretch { id: None, start: at, end: start }, false, false, scratch, sink, look);
+            }
+            if start < end {
+                sink.added(id, start, end, text.as_bytes(), &whole);
+            }
+            at = end;
+        }
+    }
+
+    /// The added tokens of a text: (start, end, id).
+    pub fn added(&self, text: &str) -> Vec<(usize, usize, u32)> {
+        let mut found = Vec::new();
+        self.raw.cut(text, false, &mut |stretch| match stretch.id {
+            Some(id) => found.push((stretch.start, stretch.end, id)),
+            None if self.normalized.is_empty() => {}
+            None => {
+                let part = &text[stretch.start..stretch.end];
+                self.normal(part, stretch.start, &mut |normal, origin| {
+                    self.normalized.cut(normal, false, &mut |inner| {
+                        if let Some(id) = inner.id {
+                            let (start, end) = origin.span(normal.as_bytes(), inner.start, inner.end);
+                            found.push((start, end, id));
+                        }
+                    });
+                });
+            }
+        });
+        found
+    }
+
+    /// A stretch in the form in which normalised added tokens are looked for.
+    fn normal(&self, part: &str, base: usize, then: &mut dyn FnMut(&str, &Origin<'_>)) {
+        if self.marks_first {
+            return self.marked(part, base, self.prefix == Prefix::Always, then);
+        }
+        match normalise(part, self.form) {
+            Some(Normal { text, from }) => then(&text, &Origin::Ranges { base, from: &from }),
+            None => then(part, &Origin::Plain { base, prefix: 0 }),
+        }
+    }
+
+    /// A stretch with spaces for marks, and one put before it where `prefix`.
+    fn marked(&self, part: &str, base: usize, prefix: bool, then: &mut dyn FnMut(&str, &Origin<'_>)) {
+        let count = usize::from(prefix);
+        if memchr::memmem::find(part.as_bytes(), SPACE_MARK.as_bytes()).is_some() {
+            let mut normal = Normal::default();
+            if prefix {
+                normal.text.push(' ');
+                let first = part.chars().next().map_or(0, char::len_utf8) as u32;
+                normal.from.push((0, first));
+            }
+            for (at, character) in part.char_indices() {
+                let range = (at as u32, (at + character.len_utf8()) as u32);
+                let character = if character == '\u{2581}' { ' ' } else { character };
+                normal.text.push(character);
+                normal.from.extend(std::iter::repeat_n(range, character.len_utf8()));
+            }
+            return then(&normal.text, &Origin::Ranges { base, from: &normal.from });
+        }
+        if prefix {
+            let mut text = String::with_capacity(part.len() + 1);
+            text.push(' ');
+            text.push_str(part);
+            return then(&text, &Origin::Plain { base, prefix: count });
+        }
+        then(part, &Origin::Plain { base, prefix: 0 });
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "a text, its stretch, and where ids go")]
+    fn stretch(
+        &self,
+        text: &str,
+        stretch: Stretch,
+        find: bool,
+        text_only: bool,
+        scratch: &mut Scratch,
+        sink: &mut Sink<'_>,
+        look: Look<'_>,
+    ) {
+        let part = &text[stretch.start..stretch.end];
+        self.normal(part, stretch.start, &mut |normal, origin| {
+            if self.normalized.is_empty() || !find {
+                return self.text(normal, origin, 0, normal.len(), scratch, sink, look);
+            }
+            self.normalized.cut(normal, text_only, &mut |inner| match inner.id {
+                Some(id) => sink.added(id, inner.start, inner.end, normal.as_bytes(), origin),
+                None => self.text(normal, origin, inner.start, inner.end, scratch, sink, look),
+            });
+        });
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "a text, its stretch, and where ids go")]
+    fn text(
+        &self,
+        normal: &str,
+        origin: &Origin<'_>,
+        start: usize,
+        end: usize,
+        scratch: &mut Scratch,
+        sink: &mut Sink<'_>,
+        look: Look<'_>,
+    ) {
+        if self.marks_first || self.prefix == Prefix::Never {
+            return self.pieces(normal.as_bytes(), origin, start, end, scratch, sink, look);
+        }
+        // Metaspace: the text was left as it is until here.
+        let Origin::Plain { base, .. } = origin else { unreachable!("SentencePiece has no other form") };
+        let (part, base) = (&normal[start..end], base + start);
+        let missing = !part.starts_with([' ', '\u{2581}']);
+        let prefix = missing && (self.prefix == Prefix::Missing || base == 0);
+        self.marked(part, base, prefix, &mut |text, origin| {
+            self.pieces(text.as_bytes(), origin, 0, text.len(), scratch, sink, look);
+        });
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "a text, its stretch, and where ids go")]
+    fn pieces(
+        &self,
+        text: &[u8],
+        origin: &Origin<'_>,
+        start: usize,
+        end: usize,
+        scratch: &mut Scratch,
+        sink: &mut Sink<'_>,
+        look: Look<'_>,
+    ) {
+        let before = sink.ids.len();
+        if self.bpe.lacks_bytes()
+            && !matches!(sink.places, Places::None)
+            && text[start..end].iter().any(|byte| !self.bpe.has_byte(*byte))
+        {
+            self.one_by_one(text, origin, start, end, scratch, sink);
+            return look(&sink.ids[before..]);
+        }
+        let mut at = start;
+        while at < end {
+            scratch.ends.clear();
+            let first = at;
+            while at < end && scratch.ends.len() < BATCH {
+                at = self.cutter.piece(text, at, end);
+                scratch.ends.push(at as u32);
+            }
+            self.look_up(text, first, scratch, sink.ids);
+        }
+        look(&sink.ids[before..]);
+        sink.place(&self.bpe, text, before, start, origin);
+    }
+
+    /// Pieces of a text that lose bytes. The library counts places in the letters that stand for what is left of each
+    /// piece, of which ASCII has one byte and the rest two, and reads them in those of the whole piece.
+    fn one_by_one(
+        &self,
+        text: &[u8],
+        origin: &Origin<'_>,
+        start: usize,
+        end: usize,
+        scratch: &mut Scratch,
+        sink: &mut Sink<'_>,
+    ) {
+        let letters = |byte: u8| if byte.is_ascii_graphic() { 1 } else { 2 };
+        let (mut at, mut places) = (start, Vec::new());
+        while at < end {
+            let stop = self.cutter.piece(text, at, end);
+            let before = sink.ids.len();
+            self.bpe.encode(&text[at..stop], &mut scratch.memo, sink.ids);
+            places.clear();
+            for (index, byte) in (at..stop).zip(&text[at..stop]) {
+                places.extend(std::iter::repeat_n(index, letters(*byte)));
+            }
+            let mut kept = text[at..stop].iter().filter(|byte| self.bpe.has_byte(**byte));
+            let mut done = 0;
+            for id in &sink.ids[before..] {
+                let width = usize::from(self.bpe.widths()[*id as usize]);
+                let from = done;
+                done += kept.by_ref().take(width).map(|byte| letters(*byte)).sum::<usize>();
+                match &mut sink.places {
+                    Places::None => {}
+                    Places::Ends(ends) => ends.push(origin.end(places[done - 1] + 1)),
+                    Places::Spans(spans) => spans.push(origin.span(text, places[from], places[done - 1] + 1)),
+                }
+            }
+            at = stop;
+        }
+    }
+
+    /// Appends the ids of the pieces from `first` on that end at `scratch.ends`.
+    fn look_up(&self, text: &[u8], first: usize, scratch: &mut Scratch, ids: &mut Vec<u32>) {
+        let Scratch { cache, memo, ends, keys, out } = scratch;
+        let mut start = first;
+        for (slot, end) in keys.iter_mut().zip(ends.iter()) {
+            let (end, from) = (*end as usize, start);
+            start = end;
+            if end - from > SHORT {
+                continue;
+            }
+            let key = key(text, from, end - from);
+            let hash = hash(key);
+            cache.prefetch(hash);
+            *slot = (key, hash);
+        }
+        let (mut start, mut filled) = (first, 0);
+        for (index, end) in ends.iter().enumerate() {
+            let (from, end) = (start, *end as usize);
+            start = end;
+            if end - from <= SHORT {
+                let (key, hash) = keys[index];
+                match cache.get(key, hash) {
+                    Some(Found::Few(few, count)) => {
+                        out[filled..filled + 4].copy_from_slice(&few);
+                        filled += count;
+                        continue;
+                    }
+                    found => {
+                        ids.extend_from_slice(&out[..filled]);
+                        filled = 0;
+                        if let Some(Found::Many(many)) = found {
+                            ids.extend_from_slice(many);
+                            continue;
+                        }
+                        let before = ids.len();
+                        self.bpe.encode(&text[from..end], memo, ids);
+                        cache.put(key, hash, &ids[before..]);
+                        continue;
+                    }
+                }
+            }
+            ids.extend_from_slice(&out[..filled]);
+            filled = 0;
+            let piece = &text[from..end];
+            if piece.len() > LONG {
+                self.bpe.encode(piece, memo, ids);
+                continue;
+            }
+            if let Some(found) = cache.get_long(piece) {
+                ids.extend_from_slice(found);
+                continue;
+            }
+            let before = ids.len();
+            self.bpe.encode(piece, memo, ids);
+            cache.put_long(piece, &ids[before..]);
+        }
+        ids.extend_from_slice(&out[..filled]);
+    }
+}
+
+impl Origin<'_> {
+    /// The range of the text given for a range of the worked text, in whole characters.
+    fn span(&self, text: &[u8], start: usize, end: usize) -> (usize, usize) {
+        match self {
+            Origin::Ranges { base, from } => (base + from[start].0 as usize, base + from[end - 1].1 as usize),
+            Origin::Plain { base, prefix } => {
+                let (mut start, mut end) = (start.max(*prefix), end.max(prefix + 1));
+                while text.get(start).is_some_and(|byte| byte & 0xc0 == 0x80) {
+                    start -= 1;
+                }
+                while text.get(end).is_some_and(|byte| byte & 0xc0 == 0x80) {
+                    end += 1;
+                }
+                (base + start - prefix, base + end - prefix)
+            }
+        }
+    }
+
+    /// Where a token that ends at `end` of the worked text ends in the text given.
+    fn end(&self, end: usize) -> u32 {
+        match self {
+            Origin::Ranges { base, from } => *base as u32 + from[end - 1].1,
+            Origin::Plain { base, prefix } => (base + end.max(*prefix) - prefix) as u32,
+        }
+    }
+}
+
+impl Sink<'_> {
+    fn added(&mut self, id: u32, start: usize, end: usize, text: &[u8], origin: &Origin<'_>) {
+        self.ids.push(id);
+        match &mut self.places {
+            Places::None => {}
+            Places::Ends(ends) => ends.push(origin.end(end)),
+            Places::Spans(spans) => spans.push(origin.span(text, start, end)),
+        }
+    }
+
+    /// Tells the places of the ids from `before` on, which cover the worked text from `start` on.
+    fn place(&mut self, bpe: &Bpe, text: &[u8], before: usize, start: usize, origin: &Origin<'_>) {
+        let (widths, mut at) = (bpe.widths(), start);
+        match &mut self.places {
+            Places::None => {}
+            Places::Ends(ends) => {
+                if let Origin::Plain { base, prefix: 0 } = origin {
+                    ends.extend(self.ids[before..].iter().map(|id| {
+                        at += usize::from(widths[*id as usize]);
+                        (base + at) as u32
+                    }));
+                    return;
+                }
+                for id in &self.ids[before..] {
+                    at += usize::from(widths[*id as usize]);
+                    ends.push(origin.end(at));
+                }
+            }
+            Places::Spans(spans) => {
+                for id in &self.ids[before..] {
+                    let from = at;
+                    at += usize::from(widths[*id as usize]);
+                    spans.push(origin.span(text, from, at));
+                }
+            }
+        }
+    }
+}
+
+impl Sink<'_> {
+    /// Takes what the library gave.
+    pub(super) fn take(&mut self, encoded: super::Encoded) {
+        self.ids.extend_from_slice(&encoded.ids);
+        match &mut self.places {
+            Places::None => {}
+            Places::Spans(spans) => spans.extend(encoded.offsets),
+            Places::Ends(ends) => {
+                // Tokens that share a character have the same range: their ends may not go back.
+                let mut last = 0;
+                ends.extend(encoded.offsets.iter().map(|(_, end)| {
+                    last = last.max(*end as u32);
+                    last
+                }));
+            }
+        }
+    }
+}

@@ -1,0 +1,252 @@
+"""The kernels wired into models, on a CUDA device in bf16: what is swapped, how exact it is, what it keeps in memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rft.kernels import fp8
+from rft.kernels.lora_linear import Branch, FrozenLinear, lora_gated_mlp, lora_linears
+from rft.memory import planner
+from rft.memory.recompute import apply_recompute
+from rft.models.attention import install_attention, register
+from rft.models.backbone import Backbone, decoder_layers
+from rft.models.describe import describe
+from rft.models.head import KERNEL_ALLOWED, Head, LogitTransform, compare_kernel
+from rft.models.norm import RMSNorm
+from rft.models.receipts import Receipts
+from rft.models.surgery import apply_swaps
+from support.families import FAMILIES, build
+from support.rows import packed_batch, random_documents
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+RECURRENT = ("qwen3_next", "qwen3_5", "falcon_h1", "bamba", "granitemoehybrid", "lfm2")
+MATH_ONLY = ("gemma2", "gpt_oss")
+CASTINGS = {
+    "llama": "round_then_scale",
+    "olmo2": "scale_then_round",
+    "gemma2": "one_plus_weight",
+    "gpt_oss": "scale_then_round",
+}
+ATTENTION_DECLINED = (
+    "gpt_neox",
+    "deepseek_v3",
+    "llama4_text",
+    "qwen3_next",
+    "qwen3_5",
+    "falcon_h1",
+    "granitemoehybrid",
+    "gpt2",
+)
+
+
+def count(receipts: Receipts, what: str) -> int:
+    return sum(a.count for a in receipts.applied if a.what == what)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bf16_with_kernels_is_no_further_from_fp32_than_the_plain_model_is(family):
+    register()
+    recurrent = family in RECURRENT
+    documents = random_documents(*((24,) if recurrent else (40, 21, 9)))
+    batch = packed_batch(*documents, fill=3).to(CUDA)
+    receipts = Receipts()
+    runs = {}
+    for name in ("truth", "plain", "kernels"):
+        model = build(family, attention="rft").to(CUDA, torch.float32 if name == "truth" else torch.bfloat16)
+        if name == "kernels":
+            apply_swaps(model, receipts, device=CUDA, kernels=True)
+        state = install_attention(model, "math")
+        hidden, _ = Backbone(model, state, isolate=not recurrent)(batch)
+        head = Head(model, LogitTransform(), kernels=name == "kernels")
+        total = head.loss_sums(hidden, batch.labels, num_label_tokens=batch.num_label_tokens)["next_token"]
+        total.backward()
+        gradients = torch.cat(
+            [p.grad.float().flatten() for _, p in sorted(model.named_parameters()) if p.grad is not None]
+        )
+        runs[name] = (hidden.detach().float(), gradients, total.detach())
+    for part in (0, 1):
+        truth = runs["truth"][part]
+        plain, own = ((runs[n][part] - truth).norm() / truth.norm() for n in ("plain", "kernels"))
+        assert own <= 1.5 * plain + 1e-2, f"{['hidden', 'gradients'][part]}: {own:.2e}, plain {plain:.2e}"
+    assert (
+        count(receipts, "attention block") == 0
+        if family in ATTENTION_DECLINED
+        else count(receipts, "attention block") > 0
+    )
+    if family in CASTINGS:
+        assert {m.casting for m in model.modules() if isinstance(m, RMSNorm)} == {CASTINGS[family]}
+
+
+def test_the_loss_kernel_is_plain_torch_s_loss():
+    for transform in (LogitTransform(), LogitTransform(0.2, 30.0)):
+        assert max(compare_kernel(transform, CUDA).values()) <= KERNEL_ALLOWED
+
+
+def llama(layers: int, **sizes):
+    import transformers
+
+    values = {
+        "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
+        "vocab_size": 32000, "num_hidden_layers": layers, **sizes,
+    }  # fmt: skip
+    return transformers.LlamaConfig(
+        **values, max_position_embeddings=8192, bos_token_id=1, eos_token_id=2, pad_token_id=0
+    )
+
+
+def on_device(config, *, lora: bool, recompute="none"):
+    """A bf16 model of random weights on the GPU with every swap, and its receipts."""
+    import transformers
+    from peft import LoraConfig, get_peft_model
+
+    register()
+    with CUDA:
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="rft", dtype=torch.bfloat16)
+    if lora:
+        names = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and "layers" in n]
+        model = get_peft_model(
+            model, LoraConfig(r=16, lora_alpha=32, target_modules=names), autocast_adapter_dtype=False
+        )
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.data = parameter.data.to(CUDA, torch.bfloat16)
+    receipts = Receipts()
+    apply_swaps(model, receipts, device=CUDA, kernels=True)
+    apply_recompute(list(decoder_layers(model)), recompute)
+    return model.train(), receipts
+
+
+def one_step(model, batch):
+    state = install_attention(model, "varlen")
+    hidden, _ = Backbone(model, state)(batch)
+    total = Head(model, kernels=True).loss_sums(hidden, batch.labels, num_label_tokens=batch.num_label_tokens)[
+        "next_token"
+    ]
+    total.backward()
+    return total.detach()
+
+
+def test_blocks_of_real_width_are_verified_and_swapped():
+    for sizes in ({}, {"hidden_size": 4096, "intermediate_size": 14336, "head_dim": 128}):
+        _, receipts = on_device(llama(1, **sizes), lora=True)
+        assert [count(receipts, w) for w in ("rms_norm kernel", "lora linear", "gated mlp", "attention block")] == [
+            3,
+            7,
+            1,
+            1,
+        ]
+        assert all("bf16" in " ".join(a.checked) for a in receipts.applied)
+
+
+@pytest.mark.parametrize("recompute", ["none", 2, "full"])
+@pytest.mark.parametrize("lora", [True, False])
+def test_the_planner_s_bytes_are_near_what_a_step_takes(lora, recompute):
+    config = llama(4)
+    documents = random_documents(*[1024] * 8, vocabulary=32000)
+    batch = packed_batch(*documents).to(CUDA)
+    model, _ = on_device(config, lora=lora, recompute=recompute)
+    one_step(model, batch)  # compiles, and makes workspaces
+    for parameter in model.parameters():
+        parameter.grad = None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    one_step(model, batch)
+    taken = torch.cuda.max_memory_allocated() - before
+    facts = describe(model)
+    gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    problem = planner.Problem(
+        facts=facts, state_bytes=gradients, gathered_bytes=0, seq_len=8192, packs=1, memory_bytes=100 << 30, kernels=True,
+        trained_in_full=not lora, itemsize=2, chunk_rows=4096, peak_flops=1e15,
+    )  # fmt: skip
+    modelled = sum(planner.bytes_of(problem, 1, recompute).values()) - planner.RESERVED_BYTES
+    assert 0.75 * taken <= modelled <= 1.35 * taken, (
+        f"taken {taken / 2**20:.0f} MiB, modelled {modelled / 2**20:.0f} MiB"
+    )
+
+
+def test_recompute_gives_the_same_gradients_and_keeps_less():
+    documents = random_documents(300, 212, 512, vocabulary=32000)
+    batch = packed_batch(*documents).to(CUDA)
+    found = {}
+    torch.use_deterministic_algorithms(True)
+    try:
+        for recompute in ("none", "full"):
+            torch.manual_seed(0)
+            model, _ = on_device(llama(3), lora=True, recompute=recompute)
+            torch.cuda.reset_peak_memory_stats()
+            one_step(model, batch)
+            gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+            found[recompute] = (gradients, torch.cuda.max_memory_allocated())
+            del model
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for name, gradient in found["none"][0].items():
+        assert torch.equal(found["full"][0][name], gradient), name
+    assert found["full"][1] < found["none"][1]
+
+
+# ---- FP8
+
+
+def test_fp8_products_are_those_of_the_quantised_numbers():
+    if why := fp8.why_not(torch.empty(16, 16), torch.cuda.get_device_capability()):
+        pytest.skip(why)
+    torch.manual_seed(0)
+    x = torch.randn(300, 512, device=CUDA).bfloat16()
+    weight = fp8.quantise_weight((torch.randn(768, 512, device=CUDA) * 0.05).bfloat16())
+    q, scale = fp8.quantise_rows(x)
+    reference, reference_scale = fp8.quantise_rows_reference(x)
+    assert torch.equal(scale, reference_scale)
+    assert (q.float() - reference.float()).abs().max() <= 32  # one step of the largest numbers, where roundings tie
+    assert (q.float() != reference.float()).float().mean() < 1e-3
+    exact = (q.float() * scale) @ weight.dequantised().t()
+    got = fp8.product(q, scale, weight, None, torch.bfloat16)
+    assert (got.float() - exact).norm() <= 5e-3 * exact.norm()
+    dy = torch.randn(300, 768, device=CUDA).bfloat16()
+    p, p_scale = fp8.quantise_rows(dy)
+    back = (p.float() * p_scale) @ (weight.by_column.float() * weight.column_scale).t()
+    assert (fp8.product_back(p, p_scale, weight, torch.bfloat16).float() - back).norm() <= 5e-3 * back.norm()
+
+
+def test_fp8_blocks_train_without_the_host_waiting():
+    if why := fp8.why_not(torch.empty(16, 16), torch.cuda.get_device_capability()):
+        pytest.skip(why)
+
+    def linear(n, k):
+        A, B = (torch.randn(s, device=CUDA).bfloat16().requires_grad_() for s in ((16, k), (n, 16)))
+        return FrozenLinear(
+            fp8.quantise_weight(torch.randn(n, k, device=CUDA).bfloat16() * k**-0.5), None, (Branch(A, B, 0.1),)
+        )
+
+    gate, up, down, q = linear(512, 256), linear(512, 256), linear(256, 512), linear(256, 256)
+    x = torch.randn(128, 256, device=CUDA).bfloat16().requires_grad_()
+
+    def step():
+        (y,) = lora_linears(x, [q])
+        lora_gated_mlp(y, gate, up, down).sum().backward()
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.isfinite(x.grad).all()
+    assert all(b.A.grad.abs().sum() > 0 for each in (gate, up, down, q) for b in each.branches)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_step_with_every_swap_never_waits_for_the_device(recompute):
+    batch = packed_batch(*random_documents(300, 212, vocabulary=32000)).to(CUDA)
+    model, _ = on_device(llama(2), lora=True, recompute=recompute)
+    one_step(model, batch)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        one_step(model, batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
