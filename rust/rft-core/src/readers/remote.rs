@@ -117,7 +117,8 @@ fn is_web(url: &str) -> bool {
 impl Place {
     fn of(url: &str) -> Result<Place> {
         let bad = |problem: String| {
-            Error::new(Kind::Data, url, problem).wanted("s3://bucket/key, gs://bucket/key, az://container/key or https://...")
+            Error::new(Kind::Data, url, problem)
+                .wanted("s3://bucket/key, gs://bucket/key, az://container/key or https://...")
         };
         let parsed = Url::parse(url).map_err(|e| bad(format!("no URL: {e}")))?;
         let retry = RetryConfig {
@@ -262,9 +263,11 @@ impl Place {
             let result = match self.store.get_opts(&self.path, options).await {
                 Ok(result) => result,
                 Err(object_store::Error::Precondition { .. }) => return Ok(None),
-                Err(error @ (object_store::Error::NotFound { .. }
-                | object_store::Error::PermissionDenied { .. }
-                | object_store::Error::Unauthenticated { .. })) => return Err(failed(&self.url, "fetching", &error)),
+                Err(
+                    error @ (object_store::Error::NotFound { .. }
+                    | object_store::Error::PermissionDenied { .. }
+                    | object_store::Error::Unauthenticated { .. }),
+                ) => return Err(failed(&self.url, "fetching", &error)),
                 Err(error) => {
                     problem = told(&error);
                     continue;
@@ -365,7 +368,11 @@ fn make_room(cache: &FilePath, most: u64, kept: &HashSet<PathBuf>) -> Result<()>
         if held <= most {
             break;
         }
-        let whole = if path.extension().is_some_and(|ending| ending == "part") { path.with_extension("") } else { path.clone() };
+        let whole = if path.extension().is_some_and(|ending| ending == "part") {
+            path.with_extension("")
+        } else {
+            path.clone()
+        };
         if kept.contains(&whole) {
             continue;
         }
