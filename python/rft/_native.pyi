@@ -39,8 +39,19 @@ def store_key(spec: str) -> str:
 def key_inputs(spec: str) -> str:
     """What goes into the key, as JSON: one entry an input with its hash."""
 
+def pack(
+    lengths: NDArray[np.uint32], capacity: int, packing: str, seed: int = 0, epoch: int = 0, shuffle: bool = True
+) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+    """Items (bin after bin) and where each bin starts (and the end), as `Plan` packs a set of these lengths."""
+
+def deal(costs: NDArray[np.uint64], ranks: int, each: int) -> list[list[int | None]]:
+    """For each rank its `each` packs of a step, dearest first, so that the ranks' sums are even; None = filler."""
+
 def source_hashes(spec: str) -> list[str]:
     """xxh3-64 (hex) of each source's content; those that name it in `xxh3` are not read."""
+
+def data_command(arguments: list[str]) -> tuple[int, str, str]:
+    """`rft-data` with these arguments: exit code, what goes to stdout, what goes to stderr."""
 
 def archive_members(path: str) -> list[tuple[str, int]]:
     """Name and unpacked size of every file in a zip or tar, in its order. Refuses names that leave it, links, devices."""
@@ -56,6 +67,11 @@ def fetch_remote(
 
 def list_remote(folder: str) -> list[tuple[str, int]]:
     """URL and size of every object below a folder of s3://, gs:// or az://, sorted."""
+
+def measure_rows(spec: str, repeats: int = 1, fill: bool = True) -> tuple[int, int, int, int, str, list[float]]:
+    """Rows of the first source -> masked text, and no further, for benchmarks: rows, chats made, bytes of text, of trained
+    text, a digest of texts and spans, and the CPU seconds of each repeat on one thread. fill: as in `prepare`; else every
+    chat is rendered for itself."""
 
 class Template:
     """A compiled chat template (minijinja)."""
@@ -154,6 +170,8 @@ class Stream:
         start_step: int,
         pad_id: int,
         capacity: int,
+        first_pack: int = 0,
+        balance: bool = True,
     ) -> None: ...
     @property
     def num_steps(self) -> int: ...

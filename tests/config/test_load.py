@@ -155,7 +155,8 @@ def test_a_key_of_another_variant_names_the_variant_it_belongs_to(folder):
         ('[adapter]\nname = "lorra"\n', "adapter.name", '"lorra" is not known; did you mean "lora"?', '"lora" or "none"'),
         ('[optim.schedule]\nname = "cosin"\n', "optim.schedule.name", '"cosin" is not known; did you mean "cosine"?',
          '"constant", "linear", "cosine" or "wsd"'),
-        ('[data]\npacking = "sream"\n', "data.packing", '"sream" is not known; did you mean "stream"?', '"stream", "bfd" or "none"'),
+        ('[data]\npacking = "sream"\n', "data.packing", '"sream" is not known; did you mean "stream"?',
+             '"stream", "bfd", "even", "sequential" or "none"'),
     ],
 )  # fmt: skip
 def test_a_name_outside_the_choices_gets_the_nearest_and_all_of_them(folder, text, where, problem, wanted):

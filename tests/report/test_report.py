@@ -161,6 +161,21 @@ def test_run_of_a_single_step_has_its_points(tmp_path):
     assert [a["id"] for t, a in page.tags if t == "figure"][:2] == ["plot-loss", "plot-lr"]
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[]", '{"kind": "eval", "step": 7}', '{"kind": "train", "step": "2"}', '{"kind": "train", "step": 7, "loss": "low"}',
+     '{"kind": "train", "step": 7, "seconds": {"step": "x"}}', '{"kind": "train", "step": 7, "tokens_per_second": []}'],
+)  # fmt: skip
+def test_a_damaged_line_of_the_metrics_never_costs_the_page(tmp_path, text):
+    run = write_run_directory(tmp_path / "run")
+    path = run / "metrics.jsonl"
+    path.write_text(text + "\n" + path.read_text())
+    page = write_report(run).read_text()
+    assert "</html>" in page
+    if "eval" not in text and "seconds" not in text:
+        assert "metrics.jsonl:1: not" in page
+
+
 def test_directory_without_a_run_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="holds no run"):
         write_report(tmp_path)

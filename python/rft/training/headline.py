@@ -39,7 +39,8 @@ def tell_model(job: Job) -> None:
 
 def adapted_kinds(names: Iterable[str]) -> str:
     """What adapters sit on, by the names of their parameters: `7 kinds of linear`, `the embedding`, or both."""
-    linears, embeddings = set(), set()
+    linears: set[str] = set()
+    embeddings: set[str] = set()
     for name in names:
         for mark, kinds in ((".lora_A.", linears), (".lora_embedding_A.", embeddings)):
             if mark in name:
@@ -80,7 +81,7 @@ def plan_sentence(run: Run) -> str:
     return " · ".join(parts)
 
 
-SPELLED = {"rms_norm": "RMSNorm", "lora": "LoRA"}
+SPELLED = {"rms_norm": "RMSNorm", "rms_norm kernel": "RMSNorm kernel", "lora": "LoRA", "lora linear": "fused LoRA"}
 """Receipts' names of things as a reader knows them."""
 
 

@@ -113,3 +113,13 @@ pub fn store_key(py: Python<'_>, spec: &str) -> PyResult<String> {
 pub fn key_inputs(py: Python<'_>, spec: &str) -> PyResult<String> {
     py.detach(|| key::of_spec(&Spec::parse(spec)?)).map(|(_, inputs)| inputs.to_string()).map_err(to_py)
 }
+
+/// Rows, rows that became chats, bytes of text, of trained text, a digest of both, CPU seconds.
+type Measured = (usize, usize, usize, usize, String, Vec<f64>);
+
+#[pyfunction]
+#[pyo3(signature = (spec, repeats=1, fill=true))]
+pub fn measure_rows(py: Python<'_>, spec: &str, repeats: usize, fill: bool) -> PyResult<Measured> {
+    let found = py.detach(|| rft_core::rows::measure(&Spec::parse(spec)?, repeats, fill)).map_err(to_py)?;
+    Ok((found.rows, found.chats, found.bytes.0, found.bytes.1, key::hex(found.digest), found.seconds))
+}

@@ -12,12 +12,14 @@ mod check;
 mod control;
 mod cut;
 mod engine;
+mod masks;
 mod memory;
 mod model;
 mod normal;
 mod slow;
 mod trie;
 pub mod unicode;
+mod walk;
 
 use std::sync::Mutex;
 

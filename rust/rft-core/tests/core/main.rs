@@ -9,6 +9,7 @@ mod pack;
 mod plan;
 mod prepare;
 mod readers;
+mod shapes;
 mod store;
 mod stream;
 mod support;
