@@ -52,7 +52,7 @@ fn plain_stream(lengths: &[u32], capacity: u32, order: &[u32]) -> Vec<Vec<u32>> 
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(300))]
+    #![proptest_config(ProptestConfig::with_cases(150))]
 
     #[test]
     fn every_strategy_packs_each_item_once_within_the_capacity(
@@ -79,7 +79,7 @@ proptest! {
 
     #[test]
     fn streaming_best_fit_equals_the_plain_one(
-        (capacity, lengths) in (1u32..200).prop_flat_map(|c| (Just(c), prop::collection::vec(1..=c, 0..1500))),
+        (capacity, lengths) in (1u32..200).prop_flat_map(|c| (Just(c), prop::collection::vec(1..=c, 0..600))),
         seed: u64,
     ) {
         let bins = |packed: Packed| (0..packed.len()).map(|bin| packed.bin(bin).to_vec()).collect::<Vec<_>>();
