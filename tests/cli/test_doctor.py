@@ -18,7 +18,7 @@ def findings(capsys) -> tuple[int, dict]:
 def test_every_attention_back_end_is_usable_or_says_why_not(capsys):
     _, table = findings(capsys)
     rows = {row["name"]: row for row in table["findings"] if row["topic"] == "attention"}
-    assert set(rows) == {"varlen", "sdpa", "math"}
+    assert set(rows) == {"fa4", "cudnn", "varlen", "flex", "sdpa", "math"}
     assert rows["math"]["usable"]
     if not torch.cuda.is_available():
         assert not rows["varlen"]["usable"]

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from rft.config.model import ModelConfig
+from rft.data.prepare import remarks
 from rft.errors import DataError
 from rft.models.tokenizer import load_tokenizer
 from support.data import chat, prepare_rows, text_of, trained_texts, write_tiny_tokenizer
@@ -89,11 +90,80 @@ def prepared(tmp_path, tokenizer, template, row, **options):
 @pytest.mark.parametrize("name", GOLDEN)
 def test_trained_text_of_each_family_is_the_answers_up_to_the_token_that_ends_them(tmp_path, tokenizer, name):
     template, row, spans = GOLDEN[name]
-    made = prepared(tmp_path, tokenizer, template, row)
+    made = prepared(tmp_path, tokenizer, template, row, thinking="template")
     assert trained_texts(made.train, 0, tokenizer) == spans
-    assert made.report["train"]["mask_methods"] == {"prefix renders": 1}
+    differs = ", earlier turns differ" if name == "forgets, reasoning" else ""
+    assert made.report["train"]["mask_methods"] == {f"prefix renders{differs}": 1}
     whole = text_of(made.train, 0, tokenizer)
     assert whole == tokenizer.hf(template).apply_chat_template(row["messages"], tokenize=False)
+
+
+# ---- BO-07: reasoning of earlier turns
+
+
+def documents(made, tokenizer):
+    return [trained_texts(made.train, index, tokenizer) for index in range(made.train.num_documents)]
+
+
+FORGETS_TAGGED = FORGETS.replace(
+    "text + '<|im_end|>\n' }}", "'' }}{% if m.role == 'assistant' %}{% generation %}{{ text + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ text + '<|im_end|>' }}{% endif %}{{ '\n' }}"
+)  # fmt: skip
+FIRST, SECOND = "<think>\nadd\n</think>\n\n2<|im_end|>", "<think>\nagain\n</think>\n\n4<|im_end|>"
+
+
+@pytest.mark.parametrize("template", [FORGETS, FORGETS_TAGGED], ids=["stock", "tagged"])
+def test_reasoning_that_the_template_drops_makes_a_document_of_each_turn(tmp_path, tokenizer, template):
+    made = prepared(tmp_path, tokenizer, template, THINKS)
+    assert documents(made, tokenizer) == [[FIRST], [SECOND]]
+    second = text_of(made.train, 1, tokenizer)
+    assert "add" not in second.split("again")[0]  # the history as the model will read it
+    counts = made.report["train"]
+    assert (counts["kept"], counts["split_rows"], counts["documents_of_split_rows"], counts["documents"]) == (
+        1,
+        1,
+        2,
+        2,
+    )
+    assert counts["reasoning_lost"] == 0
+    assert any("1 chats became 2 documents" in text for text in remarks(made.report))
+
+
+@pytest.mark.parametrize("template", [FORGETS, FORGETS_TAGGED], ids=["stock", "tagged"])
+def test_reasoning_can_be_put_back_into_the_whole_chat(tmp_path, tokenizer, template):
+    made = prepared(tmp_path, tokenizer, template, THINKS, thinking="keep")
+    assert documents(made, tokenizer) == [[FIRST, SECOND]]
+    messages = THINKS["messages"]
+    whole = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
+    assert text_of(made.train, 0, tokenizer) == whole
+    assert made.report["train"]["reasoning_lost"] == 0
+    assert any("was put back in 1 rows" in text for text in remarks(made.report))
+
+
+@pytest.mark.parametrize("template", [FORGETS, FORGETS_TAGGED], ids=["stock", "tagged"])
+def test_reasoning_that_is_dropped_by_choice_is_counted(tmp_path, tokenizer, template):
+    made = prepared(tmp_path, tokenizer, template, THINKS, thinking="template")
+    assert documents(made, tokenizer) == [["2<|im_end|>", SECOND]]
+    counts = made.report["train"]
+    assert (counts["reasoning_lost"], counts["reasoning_lost_rows"]) == (1, 1)
+    assert any("1 reasoning blocks of 1 rows are not written" in text for text in remarks(made.report))
+
+
+def test_chats_without_reasoning_stay_whole_and_last_turns_need_no_split(tmp_path, tokenizer):
+    assert documents(prepared(tmp_path / "a", tokenizer, FORGETS, ROW), tokenizer) == [
+        ["Hello<|im_end|>", "Bye.<|im_end|>"]
+    ]
+    last = prepared(tmp_path / "b", tokenizer, FORGETS, THINKS, train_on="last")
+    assert documents(last, tokenizer) == [[SECOND]]
+
+
+def test_reasoning_that_no_render_writes_is_counted_and_makes_no_more_documents_than_turns(tmp_path, tokenizer):
+    row = chat("1+1?", "2", "2+2?", "4")
+    for message in row["messages"][1::2]:
+        message["reasoning_content"] = "counting"
+    made = prepared(tmp_path, tokenizer, HEADERS, row)
+    assert made.report["train"]["reasoning_lost"] == 2
+    assert made.train.num_documents == 1
 
 
 @pytest.mark.parametrize("name", GOLDEN)
@@ -117,9 +187,9 @@ def test_template_that_rewrites_the_beginning_is_counted_where_bad_rows_are_skip
 
 def test_rows_rendered_by_jinja2_get_the_same_ids_and_masks(tmp_path, tokenizer, monkeypatch):
     for name, (template, row, spans) in GOLDEN.items():
-        by_rust = prepared(tmp_path / name / "rust", tokenizer, template, row)
+        by_rust = prepared(tmp_path / name / "rust", tokenizer, template, row, thinking="template")
         monkeypatch.setattr("rft.data.prepare.native_difference", lambda *_: "forced by the test")
-        by_jinja2 = prepared(tmp_path / name / "jinja2", tokenizer, template, row)
+        by_jinja2 = prepared(tmp_path / name / "jinja2", tokenizer, template, row, thinking="template")
         monkeypatch.undo()
         assert by_jinja2.train.key != by_rust.train.key
         assert trained_texts(by_jinja2.train, 0, tokenizer) == spans

@@ -18,7 +18,7 @@ import pytest
 
 import rft.data
 from rft.config.data import DataConfig, SourceConfig
-from rft.data.prepare import prepare
+from rft.data.prepare import FORMAT_VERSION, prepare
 from rft.errors import DataError
 from support.data import CHATML, chat, some_chats, tiny_files, write_rows
 
@@ -362,7 +362,7 @@ def test_bo_17_one_row_of_64_mib_among_short_ones(tmp_path, files, name):
         writers[name](folder / name, [{"text": text, "loss_weight": -1.0}, *short])
         member = "data/rows.jsonl" if name.endswith(".tar.gz") else None
         spec = {
-            "format_version": 1,
+            "format_version": FORMAT_VERSION,
             "sources": [{"path": str(folder / name), "member": member}],
             "tokenizer": {"json": files.json, "eos_id": 0, "vocab_size": files.vocab_size},
             "on_error": "skip",

@@ -164,6 +164,27 @@ def test_callback_gives_results_and_errors_row_by_row(files):
     assert block(rows) == [("yes", []), "not this one", ("é", [])]
 
 
+def test_render_by_jinja2_that_never_ends_is_stopped_and_the_next_row_goes_on(monkeypatch):
+    monkeypatch.setattr("rft.data.template._MAX_SECONDS", 0.3)
+    source = (
+        "{% if messages[0].content == 'no' %}{% for a in range(99999) %}{% for b in range(99999) %}{% set c = a * b %}{% endfor %}"
+        "{% endfor %}{% endif %}{{ messages[0].content }}"
+    )
+    block = callback(ChatTemplate(source, "t"), SPECIAL)
+    rows = [
+        json.dumps({"messages": [{"role": "user", "content": text}]}) for text in ("yes", "no", "after", "no", "end")
+    ]
+    stopped = "it does too much work: over 0.3 s for one chat"
+    assert block(rows) == [("yes", []), stopped, ("after", []), stopped, ("end", [])]
+
+
+def test_text_by_jinja2_that_grows_without_bounds_is_stopped(monkeypatch):
+    monkeypatch.setattr("rft.data.template._MAX_CHARACTERS", 10_000)
+    source = "{% for a in range(99999) %}{% for b in range(99999) %}text{% endfor %}{% endfor %}"
+    with pytest.raises(DataError, match="too much work"):
+        render(source, PROBES["one turn"], {})
+
+
 def test_control_tokens_that_the_model_lacks_are_named(files):
     assert spelled_control_tokens(load_template("chatml", files), files) == []
     assert "<|eot_id|>" in spelled_control_tokens(load_template("llama3", files), files)

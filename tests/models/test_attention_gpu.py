@@ -7,6 +7,7 @@ import torch
 
 from rft.config.model import ModelConfig
 from rft.models import attention_backends as backends
+from rft.models import attention_fast as fast
 from rft.models.attention import Documents, Needs, choose_backend, install_attention, register
 from rft.models.backbone import Backbone
 from rft.models.head import Head
@@ -82,7 +83,7 @@ def test_packed_families_through_varlen_equal_fp32_maths_up_to_bf16(family):
     if not probed.isolates:
         pytest.skip(f"not packed here: {probed.reason[:80]}")
     name, _ = choose_backend("auto", CUDA, torch.bfloat16, probed.needs)
-    assert name == "varlen"
+    assert name in ("fa4", "cudnn", "varlen")
     register()
     model = build(family, attention="rft").to(CUDA, torch.bfloat16)
     batch = packed_batch(*random_documents(40, 21, 9), fill=3).to(CUDA)
@@ -96,8 +97,20 @@ def test_packed_families_through_varlen_equal_fp32_maths_up_to_bf16(family):
     assert error <= 3 * other + 1e-2
 
 
-def test_soft_cap_and_sinks_take_plain_maths():
-    assert choose_backend("auto", CUDA, torch.bfloat16, Needs(softcap=True, head_size=64, value_size=64))[0] == "math"
+@pytest.mark.parametrize("name", ["fa4", "cudnn", "flex"])
+@pytest.mark.parametrize("needs", [{}, {"window": True}, {"softcap": True}, {"sinks": True}], ids=str)
+def test_a_fast_backend_is_proved_on_this_gpu_or_says_why_not(name, needs):
+    made = Needs(**needs, head_size=128, value_size=128)
+    if why := fast.why_not(name, CUDA, torch.bfloat16, made):
+        pytest.skip(why)
+    error, why = fast.proof(name, CUDA, torch.bfloat16, (made.softcap, made.sinks, made.window, 128, 128))
+    assert why is None, why
+    assert error < fast.ALLOWED
+
+
+def test_soft_cap_and_sinks_are_served_by_more_than_plain_maths():
+    needs = Needs(softcap=True, head_size=64, value_size=64)
+    assert choose_backend("auto", CUDA, torch.bfloat16, needs)[0] in ("fa4", "flex")
     for family in ("gemma2", "gpt_oss"):
         assert probe_config(FAMILIES[family](), CUDA).isolates
 

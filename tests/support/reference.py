@@ -1,4 +1,4 @@
-"""The oracle of training: transformers and PEFT in a plain loop, every document a forward of its own, no code of rft's."""
+"""The oracle of training: transformers and PEFT in a plain loop, every document a row of its own, no code of rft's."""
 
 from __future__ import annotations
 
@@ -32,6 +32,20 @@ def documents(batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
             yield batch.input_ids[0, start:end], labels
 
 
+def rows_of_equal_length(batches: Sequence[Batch], most_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """(ids, labels) [rows, length] of every document of these packs; those of one length share a forward, which needs no padding
+    and no mask, up to `most_tokens` in one."""
+    by_length: dict[int, list[tuple[Tensor, Tensor]]] = {}
+    for batch in batches:
+        for ids, labels in documents(batch):
+            by_length.setdefault(len(ids), []).append((ids, labels))
+    for length, found in sorted(by_length.items()):
+        at_once = max(1, most_tokens // length)
+        for start in range(0, len(found), at_once):
+            part = found[start : start + at_once]
+            yield torch.stack([ids for ids, _ in part]), torch.stack([labels for _, labels in part])
+
+
 def train_reference(
     model_dir: str | Path,
     steps: Sequence[Sequence[Batch]],
@@ -42,11 +56,13 @@ def train_reference(
     weight_decay: float = 0.0,
     max_grad_norm: float = 1.0,
     device: str = "cpu",
+    most_tokens: int = 1,
 ) -> Reference:
     """Train in fp32 on the packs of `steps`, unpacked again, at the given rates.
 
     lora: keyword arguments of PEFT's LoraConfig, None = full fine-tuning. initial: adapter weights to start from, by the
-    names that `PeftModel.named_parameters()` gives.
+    names that `PeftModel.named_parameters()` gives. most_tokens: documents of equal length share a forward of so many tokens;
+    1 = every document alone. Nothing waits for the device inside a run: losses and norms are read at its end.
     """
     from transformers import AutoModelForCausalLM
 
@@ -65,20 +81,25 @@ def train_reference(
     others = [p for n, p in trained if not (p.ndim >= 2 and "embed" not in n)]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=1.0, betas=(0.9, 0.999), eps=1e-8)
-    losses, norms = [], []
+    losses: list[Tensor] = []
+    norms: list[Tensor] = []
     for micro_batches, rate in zip(steps, rates, strict=True):
-        total = sum(int((batch.labels != -100).sum()) for batch in micro_batches)
-        loss = 0.0
-        for batch in micro_batches:
-            for ids, labels in documents(batch):
-                logits = model(input_ids=ids[None], use_cache=False).logits[0].float()
-                part = torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum") / total
-                part.backward()
-                loss += part.item()
-        norms.append(torch.nn.utils.clip_grad_norm_([p for _, p in trained], max_grad_norm).item())
+        on_host = [batch.to("cpu") for batch in micro_batches]
+        total = sum(int((batch.labels != -100).sum()) for batch in on_host)
+        loss = torch.zeros((), dtype=torch.float64, device=device)
+        for ids, labels in rows_of_equal_length(on_host, most_tokens):
+            logits = model(input_ids=ids.to(device), use_cache=False).logits.float()
+            targets = labels.to(device).flatten()
+            part = (
+                torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets, ignore_index=-100, reduction="sum")
+                / total
+            )
+            part.backward()
+            loss += part.detach()
+        norms.append(torch.nn.utils.clip_grad_norm_([p for _, p in trained], max_grad_norm))
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss)
-    return Reference(losses, norms, model)
+    return Reference([float(t) for t in losses], [float(t) for t in norms], model)

@@ -1,7 +1,7 @@
 """The command line: arguments in, one call out. Every command is a module of its own, imported when it is used.
 
 `rft --help` reads the table below and imports neither typer nor torch. A command's module has `command(...)` with typer's
-annotations, or `commands = {"name": (function, help)}` where it has several. It returns None or an exit code and raises
+annotations, `commands = {"name": (function, help)}` where it has several, or `run(arguments)` where the extension parses them. It returns None or an exit code and raises
 RftError for what a user can mend. `-q` and `-v` are added here, to every command; arguments.py has what several share.
 """
 
@@ -25,6 +25,7 @@ from rft.errors import ConfigError, RftError, Stopped
 COMMANDS = {
     "train": "Fine-tune a model as a TOML file says; run it again to resume",
     "prepare": "Tokenise, mask and store the data ahead of time",
+    "data": "Prepared sets: list, verify, export, remove",
     "inspect": "Show samples as the model will see them",
     "verify": "Check parity on this config's own architecture",
     "eval": "Held-out loss of a run, an adapter or a model",
@@ -121,6 +122,9 @@ def _dispatch(argv: list[str]) -> int:
         raise _unknown_command("rft", name, list(COMMANDS))
     check_process(ranks=name in _TAKES_RANKS and "--help" not in args)
     module = importlib.import_module(f"rft.cli.{name}")
+    if hasattr(module, "run"):  # parses its arguments itself
+        code: int = module.run(args)
+        return code
     if not hasattr(module, "commands"):
         return _invoke(f"rft {name}", module.command, args, quiet_libraries=name not in _LAUNCHES_OR_TALKS)
     names = [arg for arg in args if not arg.startswith("-")]

@@ -102,7 +102,7 @@ def _findings() -> Iterator[Finding]:
         yield from _torch(torch)
         yield from _attention(torch)
         yield _kernels(torch)
-    yield Finding("quantised", "", None, "none in this version: base weights are held in bf16 or fp32")
+        yield _quantised(torch)
     yield _native()
     yield from _trackers()
     yield from _disk()
@@ -162,34 +162,52 @@ def _torch(torch: Any) -> Iterator[Finding]:
 
 
 def _attention(torch: Any) -> Iterator[Finding]:
-    from rft.errors import Refused
-    from rft.models.attention import Needs, choose_backend
+    from rft.models.attention import Needs, why_not_backend
+    from rft.models.attention_fast import why_not
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     purpose = {
+        "fa4": "flash_attn.cute: one call for all documents, the fastest",
+        "cudnn": "long documents through cuDNN, the others through varlen",
         "varlen": "one call for all documents of a pack",
+        "flex": "FlexAttention: soft-cap, sinks, odd head sizes",
         "sdpa": "a call a document",
         "math": "plain maths a document: soft-cap and sinks; the reference of the others",
     }
     for name, text in purpose.items():
-        try:
-            choose_backend(name, device, torch.bfloat16, Needs(head_size=128, value_size=128))
-            yield Finding("attention", name, True, text)
-        except Refused as refused:
-            yield Finding("attention", name, False, refused.problem)
+        # the fast ones are proved beside plain maths when a model is set up, which can mean compiling: not here
+        ask = why_not if name in ("fa4", "cudnn", "flex") else why_not_backend
+        why = ask(name, device, torch.bfloat16, Needs(head_size=128, value_size=128))
+        yield Finding("attention", name, why is None, why or text)
 
 
 def _kernels(torch: Any) -> Finding:
-    """rft.kernels can run here or not; training calls torch's own operations until they are swapped in."""
+    """Whether rft.kernels run here: they are swapped into models where they do."""
     import rft.kernels
+    from rft.models.surgery import why_no_kernels
 
-    names = sorted(module.name for module in pkgutil.iter_modules(rft.kernels.__path__))
-    unused = f"no command uses them yet, torch's own operations do the work ({', '.join(names)})"
+    names = ", ".join(sorted(module.name for module in pkgutil.iter_modules(rft.kernels.__path__)))
     if importlib.util.find_spec("triton") is None:
-        return Finding("kernels", "triton", False, f"triton is not installed; {unused}")
-    if not torch.cuda.is_available():
-        return Finding("kernels", "triton", False, f"need a GPU; {unused}")
-    return Finding("kernels", "triton", True, unused)
+        return Finding(
+            "kernels", "triton", False, f"triton is not installed: torch's own operations do the work ({names})"
+        )
+    why = why_no_kernels(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    if why:
+        return Finding("kernels", "triton", False, f"{why}: torch's own operations do the work ({names})")
+    return Finding(
+        "kernels", "triton", True, f"swapped in where they equal a model's own parts, see receipts.json ({names})"
+    )
+
+
+def _quantised(torch: Any) -> Finding:
+    from rft.errors import Refused
+    from rft.quant.fp8 import refuse_without_fp8
+
+    try:
+        refuse_without_fp8(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    except Refused as refused:
+        return Finding("base weights", "fp8", False, refused.problem)
+    return Finding("base weights", "fp8", True, 'model.base_weights = "fp8": frozen weights of a LoRA in e4m3')
 
 
 def _native() -> Finding:

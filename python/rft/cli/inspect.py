@@ -11,6 +11,7 @@ from rft import log
 from rft.cli.arguments import ConfigPath, Sets, leave_stdout_to_json
 from rft.config.load import load_config
 from rft.errors import ConfigError
+from rft.visible import visible_line
 
 if TYPE_CHECKING:
     from rft.cli.prepare import PreparedData
@@ -61,19 +62,18 @@ def command(
 def _show(
     report: dict[str, Any], samples: list[Sample], in_pack: list[Sample], inspector: Inspector, data: PreparedData
 ) -> None:
-    from rft.data.inspect import bars, dropped_lines
+    from rft.data.inspect import bars, dropped_lines, mask_methods
     from rft.data.prepare import describe, evidence, remarks
 
     for sentence in describe(report):
-        log.say("data", sentence)
+        log.say("data", visible_line(sentence))
     for text in evidence(report):
-        log.say("format", text)
+        log.say("format", visible_line(text))
     for remark in remarks(report):
-        log.say("note", remark)
+        log.say("note", visible_line(remark))
     if data.prepared.template is not None:
         log.say("template", data.prepared.template.name)
-    methods = report["train"].get("mask_methods", {})
-    log.say("masks", ", ".join(f"{rows:,} rows by {method}" for method, rows in sorted(methods.items())))
+    log.say("masks", mask_methods(report))
     log.say("legend", "green: trained · dim: masked · reversed: control token" if log.colour() else "⟦trained⟧ masked")
     _show_samples(samples)
     if in_pack:

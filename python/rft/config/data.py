@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveFloat
 
 from rft.config.table import Table
 
-Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"]
+REMOTE = ("s3", "gs", "az", "abfs", "abfss", "http", "https", "hf")
+"""Schemes of paths that are fetched; `hf` is the hub."""
+
+Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "segments", "text", "tokens"]
 
 
 class SourceConfig(Table):
     """One data set."""
 
     path: str
-    """A file of rows (JSONL, JSON, CSV, TSV, Parquet, Arrow, or a .txt with a document a line; also .gz, .zst, .zip, .tar), a glob, or a directory of these."""
+    """A file of rows (JSONL, JSON, CSV, TSV, Parquet, Arrow, or a .txt with a document a line; also .gz, .zst, .zip, .tar), a glob, or a directory of these; also `s3://`, `gs://`, `az://`, `https://` and `hf://datasets/owner/name`."""
     rows: str | None = None
     """`module:function` or `file.py:function`: called with the path of each file, gives its rows as dicts. Needs `data.allow_code`."""
     format: Format = "auto"
@@ -26,7 +29,7 @@ class SourceConfig(Table):
     """Role names, theirs = ours: `asistant = "assistant"`."""
     weight: float = Field(1.0, gt=0, le=1000)
     """How often its rows are used in an epoch. Of a fraction, that share of the rows is chosen by `train.seed`."""
-    max_rows: PositiveInt | None = None
+    max_rows: int | None = Field(None, ge=1)
     """Only the first rows of the data set, this many. The others are counted."""
 
 
@@ -41,8 +44,8 @@ class DataConfig(Table):
     """Share of the training rows that is held out, chosen by content hash (so it is stable when rows are added)."""
     seq_len: int | None = Field(None, ge=2)
     """Tokens in a pack; at least 2, since the first of a pack has nothing before it that could predict it. Default: what the model was trained for, at most 8192."""
-    packing: Literal["stream", "bfd", "none"] = "stream"
-    """`stream` = best fit over open bins in the epoch's seeded order, unbiased; `bfd` = tightest, biased; `none` = a document a row."""
+    packing: Literal["stream", "bfd", "even", "sequential", "none"] = "stream"
+    """`stream` = best fit in the epoch's seeded order, unbiased; `bfd` = tightest, biased; `even` = every pack a like mix; `sequential` = rows in file order; `none` = a document a row."""
     overlong: Literal["split", "truncate", "drop", "error"] = "split"
     """What happens to documents longer than seq_len. Always counted."""
     on_error: Literal["fail", "skip"] = "fail"
@@ -51,10 +54,16 @@ class DataConfig(Table):
     """Chat template: `model` (the tokenizer's), a .jinja file, or a built-in name (`chatml`, `llama3`, `gemma`, `plain`)."""
     train_on: Literal["assistant", "last", "all"] | list[Literal["system", "user", "assistant", "tool"]] = "assistant"
     """Which turns carry a label: the assistant's, only the last of them, everything, or the roles named."""
+    thinking: Literal["split", "keep", "template"] = "split"
+    """Reasoning of earlier turns that the template drops: `split` makes a document of each turn, with its own reasoning; `keep` puts it back; `template` trains without it. Always counted."""
+    end_of_turn: Literal["auto", "train", "mask"] = "auto"
+    """The token that ends a trained turn: `auto` = as the template's generation tags say, and trained where it has none; `train` = also where the tags leave it out; `mask` = never."""
     dedup: bool = False
     """Drop documents whose tokens, labels and weights equal those of one before."""
     control_tokens: Literal["text", "allow"] = "text"
     """`text`: control tokens spelled inside a row's own text stay ordinary text. `allow`: they become control tokens."""
+    cache_gb: PositiveFloat = 100.0
+    """Disk that fetched files may take, in GB: those used longest ago are removed for new ones."""
     allow_code: bool = False
     """Whether `rows` of a data set may run code of yours."""
     store: str | None = None

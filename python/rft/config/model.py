@@ -14,8 +14,8 @@ class ModelConfig(Table):
     """A local directory, a GGUF file, or a hub id. A directory beats a hub id of the same spelling."""
     revision: str | None = None
     """Branch, tag or commit of a hub id."""
-    attention: Literal["auto", "varlen", "sdpa", "math"] = "auto"
-    """How documents are kept apart: `varlen` (CUDA), `sdpa` (a call a document), `math` (plain, serves soft-cap and sinks). `auto` takes the first that serves this model here."""
+    attention: Literal["auto", "fa4", "cudnn", "varlen", "flex", "sdpa", "math"] = "auto"
+    """How documents are kept apart: `fa4` (flash_attn.cute), `cudnn` (long documents dense, the others varlen), `varlen` (one call), `flex` (soft-cap, sinks), `sdpa` (a call a document), `math` (plain). `auto` takes the first that serves this model here."""
     base_weights: Literal["bf16", "fp8"] = "bf16"
     """How frozen weights of the decoder layers are held: `bf16` (as computed with), or `fp8` for LoRA (e4m3 by row, Hopper, Ada and newer; the first and last layer stay)."""
     add_tokens: list[str] = []

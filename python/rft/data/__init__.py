@@ -16,7 +16,7 @@ def open(
     path: str | Path,
     *,
     seq_len: int,
-    packing: Literal["stream", "bfd", "none"] = "stream",
+    packing: Literal["stream", "bfd", "even", "sequential", "none"] = "stream",
     overlong: Literal["split", "truncate", "drop", "error"] = "split",
     seed: int = 0,
     shuffle: bool = True,

@@ -13,8 +13,9 @@ import numpy as np
 
 from rft.data.folder import shown_path
 from rft.data.loader import Loader
-from rft.data.prepare import SPLIT, describe
+from rft.data.prepare import SPLIT, describe, evidence, remarks
 from rft.models.tokenizer import TokenizerFiles
+from rft.visible import visible, visible_line
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -60,7 +61,7 @@ class Sample:
         """The line of counts under a sample."""
         part = f", from token {self.start:,} on" if self.start else ""
         spans = "span" if self.spans == 1 else "spans"
-        place = f"{shown_path(self.file)}:{self.line}{part}"
+        place = f"{visible_line(shown_path(self.file))}:{self.line}{part}"
         return f"{self.length:,} tokens, {self.trained:,} trained in {self.spans} {spans}, from {place}"
 
 
@@ -149,7 +150,8 @@ def as_text(sample: Sample, *, colour: bool) -> Text:
 
 
 def _shown(token: Token) -> str:
-    return token.text.replace("\r", "␍").replace("\n", "↵\n")
+    """What a terminal would obey, or what would reorder the text, is shown as its number."""
+    return visible(token.text.replace("\r", "␍")).replace("\n", "↵\n")
 
 
 def bars(histogram: Sequence[tuple[int, int, int]], width: int = 40) -> list[str]:
@@ -162,12 +164,21 @@ def bars(histogram: Sequence[tuple[int, int, int]], width: int = 40) -> list[str
     ]
 
 
+def mask_methods(report: dict[str, Any]) -> str:
+    """How the spans of the training rows were found, and how much of them is trained, in a sentence."""
+    part = report["train"]
+    methods = ", ".join(f"{rows:,} rows by {method}" for method, rows in sorted(part.get("mask_methods", {}).items()))
+    return f"{part['trained_tokens']:,} of {part['tokens']:,} tokens trained; {methods}"
+
+
 def dropped_lines(part: dict[str, Any]) -> list[str]:
     """Each reason for which rows were dropped, with the first places."""
     lines = []
     for reason, count in sorted(part.get("dropped", {}).items()):
         if count and reason not in SPLIT:
-            places = [shown_path(str(place)) for place in part.get("dropped_examples", {}).get(reason, [])]
+            places = [
+                visible_line(shown_path(str(place))) for place in part.get("dropped_examples", {}).get(reason, [])
+            ]
             lines.append(f"{reason}: {count:,}" + (f" (first: {'; '.join(places[:3])})" if places else ""))
     return lines
 
@@ -211,7 +222,9 @@ def as_html(
     title: str, report: dict[str, Any], samples: Sequence[Sample], pack: Sequence[Sample], inspector: Inspector
 ) -> str:
     """A page that needs no network: samples, a pack, the lengths, what was dropped and why."""
-    parts = [f"<h1>{html.escape(title)}</h1>", *(f"<p>{html.escape(text)}</p>" for text in describe(report))]
+    parts = [f"<h1>{html.escape(title)}</h1>", *(f"<p>{html.escape(visible(text))}</p>" for text in describe(report))]
+    notes = [*evidence(report), *remarks(report), mask_methods(report)]
+    parts += [f'<p class="note">{html.escape(visible(text))}</p>' for text in notes]
     parts.append(
         '<p class="note"><span class="t">trained text</span>, <span class="m">masked text</span>, '
         '<span class="c">control token</span>; point at text for its ids.</p>'
@@ -234,7 +247,7 @@ def _sample_html(sample: Sample) -> str:
     for token in sample.tokens:
         kind = ("t" if token.trained else "m") + (" c" if token.control else "")
         ids = " ".join(str(index) for index in token.ids)
-        pieces.append(f'<span class="{kind}" title="{ids}">{html.escape(token.text)}</span>')
+        pieces.append(f'<span class="{kind}" title="{ids}">{html.escape(visible(token.text))}</span>')
     return f'<div class="sample">{"".join(pieces)}</div><p class="note">{html.escape(sample.caption())}</p>'
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,13 +20,15 @@ if TYPE_CHECKING:
 _SLOTS = 4  # micro-batches filled ahead: one is a few 100 kB, so memory is no reason for fewer
 _ROUND_TO = 64  # tokens; length of a row under packing "none", as the extension rounds it
 _PLANS_KEPT = 2
+_KEEP_FREE = 16 << 20  # bytes
 
 
 class Loader:
     """Micro-batches of one rank, step by step.
 
-    Step k of an epoch holds packs [k P, (k + 1) P) of the plan, P = packs_per_step; rank r gets every world_size-th of
-    them. Ranks run equally many micro-batches: missing packs are fillers of weight zero, and the last step is short.
+    Step k of an epoch holds packs [k P, (k + 1) P) of the plan, P = packs_per_step, dealt to the ranks so that their
+    attention costs are even. Ranks run equally many micro-batches: missing packs are fillers of weight zero, and the last
+    step is short.
     """
 
     def __init__(
@@ -44,17 +45,18 @@ class Loader:
         micro_batch: int = 1,
         device: torch.device | str = "cpu",
         shuffle: bool = True,
+        balance: bool = True,
         name: str = "train",
     ):
-        """seq_len: tokens of a pack. packing: stream, bfd or none. overlong: split, truncate, drop or error.
+        """seq_len: tokens of a pack. packing: stream, bfd, even, sequential or none. overlong: split, truncate, drop or error.
 
-        micro_batch: packs of a `Batch`. name: for messages.
+        micro_batch: packs of a `Batch`. balance: the packs of a step are dealt to the ranks by their cost. name: for messages.
         """
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} of {world_size}")
         self.store, self.seq_len, self.packing, self.overlong = store, seq_len, packing, overlong
         self.seed, self.pad_id, self.shuffle, self.name = seed, pad_id, shuffle, name
-        self.rank, self.world_size, self.micro_batch = rank, world_size, micro_batch
+        self.rank, self.world_size, self.micro_batch, self.balance = rank, world_size, micro_batch, balance
         self.device = torch.device(device)
         self._plans: dict[int, Plan] = {}
         self._streams: set[Any] = set()
@@ -85,10 +87,13 @@ class Loader:
         """Optimizer steps of an epoch, the short last one included."""
         return -(-self.plan(epoch).num_packs // packs_per_step)
 
-    def steps(self, epoch: int, packs_per_step: int, start_step: int = 0) -> Iterator[list[Batch]]:
+    def steps(
+        self, epoch: int, packs_per_step: int, start_step: int = 0, *, first_pack: int = 0
+    ) -> Iterator[list[Batch]]:
         """This rank's micro-batches of every step from `start_step` on, on the device.
 
-        packs_per_step: of all ranks, a multiple of micro_batch * world_size.
+        packs_per_step: of all ranks, a multiple of micro_batch * world_size. first_pack: where step 0 begins; behind the packs
+        that were read before packs_per_step changed.
         """
         from rft import _native
 
@@ -107,6 +112,8 @@ class Loader:
             start_step=start_step,
             pad_id=self.pad_id,
             capacity=capacity,
+            first_pack=first_pack,
+            balance=self.balance,
         )
         self._streams.add(stream)
         owner = os.getpid()
@@ -142,44 +149,44 @@ class Loader:
         self._streams.clear()
 
 
-@dataclass
 class _Slot:
-    """Host buffers of one micro-batch; pinned where they are copied to a GPU."""
+    """Host buffers of one micro-batch, written by the stream's thread; pinned where they are copied to a GPU."""
 
-    ids: Tensor
-    labels: Tensor
-    positions: Tensor
-    cu_seqlens: Tensor
-    weights: Tensor | None
-    copied: Any = None
-    """CUDA event after the copy out of these buffers."""
+    def __init__(self, capacity: int, *, pinned: bool, weights: bool):
+        def row(dtype: torch.dtype, length: int = capacity) -> Tensor:
+            return torch.empty(1, length, dtype=dtype, pin_memory=pinned)
+
+        self.ids, self.labels, self.positions = row(torch.int64), row(torch.int64), row(torch.int64)
+        self.cu_seqlens = torch.empty(capacity + 1, dtype=torch.int32, pin_memory=pinned)
+        self.weights = row(torch.float32) if weights else None
+        self.copied: Any = None
+        """CUDA event after the copy out of these buffers."""
+
+    def addresses(self) -> tuple[int, int, int, int, int | None]:
+        weights = None if self.weights is None else self.weights.data_ptr()
+        ids, labels, positions = self.ids.data_ptr(), self.labels.data_ptr(), self.positions.data_ptr()
+        return ids, labels, positions, self.cu_seqlens.data_ptr(), weights
 
 
 class _Ring:
-    """Slots that go round: filled by the stream's thread, copied to the device, handed back once the copy is done."""
+    """Slots that go round. On a GPU: filled by the stream's thread, copied, handed back once the copy is done. On the CPU a
+    batch keeps its buffers, and the slot gets new ones: nothing is copied."""
 
     def __init__(self, stream: Any, capacity: int, device: torch.device, *, weights: bool):
-        self.stream, self.device = stream, device
+        self.stream, self.device, self.capacity, self.weights = stream, device, capacity, weights
         self.copies = torch.cuda.Stream(device) if device.type == "cuda" else None
-        pinned = self.copies is not None
-
-        def long() -> Tensor:
-            return torch.empty(capacity, dtype=torch.int64, pin_memory=pinned)
-
-        self.slots = [
-            _Slot(
-                ids=long(),
-                labels=long(),
-                positions=long(),
-                cu_seqlens=torch.empty(capacity + 1, dtype=torch.int32, pin_memory=pinned),
-                weights=torch.empty(capacity, dtype=torch.float32, pin_memory=pinned) if weights else None,
-            )
-            for _ in range(_SLOTS)
-        ]
+        if self.copies is None:
+            # glibc gives memory back whenever 128 KiB are free at the end of its heap, unless a larger block was freed once;
+            # then every batch would be paid for in page faults.
+            torch.empty(_KEEP_FREE, dtype=torch.uint8)
+        self.slots = [self._new() for _ in range(_SLOTS)]
         self.waiting: deque[int] = deque()  # slots whose copy may still be under way
         self.submitted = 0
         for number in range(_SLOTS):
             self._submit(number)
+
+    def _new(self) -> _Slot:
+        return _Slot(self.capacity, pinned=self.copies is not None, weights=self.weights)
 
     def take(self) -> tuple[Batch, bool] | None:
         """The next micro-batch and whether it is the last of its step."""
@@ -194,12 +201,13 @@ class _Ring:
             return None
         self.submitted -= 1
         number = filled["slot"]
-        batch = self._batch(self.slots[number], filled)
+        slot = self.slots[number]
         if self.copies is None:
+            self.slots[number] = self._new()
             self._submit(number)
         else:
             self.waiting.append(number)
-        return batch, filled["last"]
+        return self._batch(slot, filled), filled["last"]
 
     def _hand_back(self) -> None:
         """Submit slots whose copies are done; wait only if the thread would have none to fill."""
@@ -212,45 +220,38 @@ class _Ring:
             self._submit(self.waiting.popleft())
 
     def _submit(self, number: int) -> None:
-        slot = self.slots[number]
-        weights = None if slot.weights is None else slot.weights.data_ptr()
-        self.stream.submit(
-            number,
-            slot.ids.data_ptr(),
-            slot.labels.data_ptr(),
-            slot.positions.data_ptr(),
-            slot.cu_seqlens.data_ptr(),
-            weights,
-        )
+        self.stream.submit(number, *self.slots[number].addresses())
         self.submitted += 1
 
     def _batch(self, slot: _Slot, filled: dict[str, Any]) -> Batch:
-        tokens, documents = filled["tokens"], filled["documents"]
-        weights = None if slot.weights is None else slot.weights[:tokens]
-        parts = [slot.ids[:tokens], slot.labels[:tokens], slot.positions[:tokens], slot.cu_seqlens[: documents + 1]]
-        moved = self._copy([*parts, *([] if weights is None else [weights])], slot)
+        tokens = filled["tokens"]
+        parts = [slot.ids, slot.labels, slot.positions, *([] if slot.weights is None else [slot.weights])]
+        if tokens != self.capacity:  # rows of their own length
+            parts = [part[:, :tokens] for part in parts]
+        parts.append(slot.cu_seqlens[: filled["documents"] + 1])
+        if self.copies is not None:
+            parts = self._copy(parts, slot)
+        ids, labels, positions, *weights, cu_seqlens = parts
         return Batch(
-            input_ids=moved[0][None],
-            labels=moved[1][None],
-            position_ids=moved[2][None],
-            cu_seqlens=moved[3],
-            weights=moved[4][None] if weights is not None else None,
-            lengths=tuple(filled["lengths"]),
-            pack_tokens=tuple(filled["pack_tokens"]),
+            input_ids=ids,
+            labels=labels,
+            position_ids=positions,
+            cu_seqlens=cu_seqlens,
+            weights=weights[0] if weights else None,
+            lengths=filled["lengths"],
+            pack_tokens=filled["pack_tokens"],
             num_tokens=filled["num_tokens"],
             num_label_tokens=filled["num_label_tokens"],
             label_weight=filled["label_weight"],
         )
 
     def _copy(self, parts: list[Tensor], slot: _Slot) -> list[Tensor]:
-        """Copies that outlive the slot."""
-        if self.copies is None:
-            return [part.clone() for part in parts]
+        """On the device; the slot is free once `copied` has happened."""
         # A stream of their own: on the computing stream the copies, and with them the slots, would wait for whole steps.
         computing = torch.cuda.current_stream(self.device)
         with torch.cuda.stream(self.copies):
             moved = [part.to(self.device, non_blocking=True) for part in parts]
-            slot.copied = self.copies.record_event()
+            slot.copied = self.copies.record_event()  # type: ignore[union-attr]  # never called without
         computing.wait_event(slot.copied)
         for part in moved:
             part.record_stream(computing)

@@ -49,7 +49,10 @@ def open_store(path: str | Path) -> Store:
 
 
 class PackedSet:
-    """A prepared set cut into packs. The same arguments give the same batches, on any machine and from any start."""
+    """A prepared set cut into packs. The same arguments give the same batches, on any machine and from any start.
+
+    `pad_id`, `rank`, `world_size`, `micro_batch` and `device` change who gets which packs and how, and not what is in them.
+    """
 
     def __init__(self, path: str | Path, *, arrays: Literal["torch", "numpy"] = "torch", **options: Any):
         """options: those of `rft.data.loader.Loader`."""
@@ -63,7 +66,33 @@ class PackedSet:
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch | ArrayBatch]:
         """Batches of an epoch from number `start` on, in an order that depends on the seed and the epoch."""
-        for (batch,) in self._loader.steps(epoch, self._packs_at_once, start):
+        return self._batches(epoch, start * self._packs_at_once)
+
+    def state(self, epoch: int, batches: int) -> dict[str, Any]:
+        """The position behind that many batches of each rank: {"plan_hash", "epoch", "packs"}, plain JSON.
+
+        It knows nothing of ranks, so it may be resumed on another number of them, or with another micro_batch.
+        """
+        plan = self._loader.plan(epoch)
+        return {"plan_hash": plan.hash, "epoch": epoch, "packs": min(batches * self._packs_at_once, plan.num_packs)}
+
+    def resume(self, state: dict[str, Any]) -> Iterator[Batch | ArrayBatch]:
+        """The rest of the epoch of a `state`, without reading what came before.
+
+        Raises DataError where the set or an option changed since, so that the packs are no longer the same.
+        """
+        epoch, packs = int(state["epoch"]), int(state["packs"])
+        if self._loader.plan(epoch).hash != state["plan_hash"]:
+            raise DataError(
+                self._loader.store.path,
+                "the state was saved over other packs than these",
+                wanted="the set, seq_len, packing, overlong, seed and shuffle that it was saved with",
+                do="open the set as it was opened then, or begin the epoch anew",
+            )
+        return self._batches(epoch, packs)
+
+    def _batches(self, epoch: int, first_pack: int) -> Iterator[Batch | ArrayBatch]:
+        for (batch,) in self._loader.steps(epoch, self._packs_at_once, first_pack=first_pack):
             yield batch if self._arrays == "torch" else _as_arrays(batch)
 
     @property

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 from rft import __version__, log
 from rft.config.data import DataConfig
 from rft.data.folder import FORMAT_VERSION, SetFolder, default_root, shown_path
-from rft.data.sources import SourceFile, expand, write_rows
+from rft.data.sources import Caches, SourceFile, expand, write_rows
 from rft.data.template import ChatTemplate, callback, load_template, native_difference, spelled_control_tokens
 from rft.errors import ConfigError, DataError
 from rft.models.tokenizer import TokenizerFiles
+from rft.visible import visible
 
 if TYPE_CHECKING:
     from rft._native import Plan, Store
@@ -73,18 +74,24 @@ def prepare(
     folder = SetFolder(data.store or default_root())
     template = load_template(data.template, tokenizer)
     job = _Job(data, tokenizer, template, folder, progress or _nothing, lead, seed)
-    with _train_files(data, folder, rows) as files:
+    with _train_files(data, folder, rows, job.progress) as files:
         fraction = data.eval_fraction
         train, train_report = job.run("train", files, {"fraction": fraction, "part": "train"} if fraction else None)
         held, eval_report = None, None
         if fraction:
             held, eval_report = job.run("eval", files, {"fraction": fraction, "part": "eval"})
         elif data.eval:
-            held, eval_report = job.run("eval", expand(data.eval, "data.eval", _code_cache(data, folder)), None)
+            held, eval_report = job.run(
+                "eval", expand(data.eval, "data.eval", _caches(data, folder, job.progress)), None
+            )
     shown = None
     if template is not None:
         shown = {"name": template.name, "generation_tags": template.tagged}
-    return Prepared(train, held, template, {"train": train_report, "eval": eval_report, "template": shown})
+    report = {"train": train_report, "eval": eval_report, "template": shown}
+    missing = unmatched_roles(data.train_on, report)
+    if missing and lead:
+        log.warn(missing, do="check data.train_on, or map the rows' roles with [data.train.roles]")
+    return Prepared(train, held, template, report)
 
 
 @dataclass
@@ -165,6 +172,8 @@ class _Job:
             "template": self.template.source if self.template else None,
             "renderer": "native",
             "train_on": self.data.train_on,
+            "thinking": self.data.thinking,
+            "end_of_turn": self.data.end_of_turn,
             "on_error": self.data.on_error,
             "control_tokens": self.data.control_tokens,
             "holdout": holdout,
@@ -201,11 +210,11 @@ class _Job:
 
 @contextmanager
 def _train_files(
-    data: DataConfig, folder: SetFolder, rows: Iterable[dict[str, Any]] | None
+    data: DataConfig, folder: SetFolder, rows: Iterable[dict[str, Any]] | None, progress: Progress
 ) -> Iterator[list[SourceFile]]:
     """The files of [[data.train]]; rows from Python lie in one for as long as this lasts."""
     if rows is None:
-        yield expand(data.train, "data.train", _code_cache(data, folder))
+        yield expand(data.train, "data.train", _caches(data, folder, progress))
         return
     if len(data.train) != 1:
         raise ConfigError("data.train", f"rows stand in for one data set, the config names {len(data.train)}")
@@ -218,8 +227,13 @@ def _train_files(
         yield [SourceFile(path, data.train[0], name="rows")]
 
 
-def _code_cache(data: DataConfig, folder: SetFolder) -> Path | None:
-    return folder.root / "rows" if data.allow_code else None
+def _caches(data: DataConfig, folder: SetFolder, progress: Progress) -> Caches:
+    return Caches(
+        folder.root,
+        limit=int(data.cache_gb * 1e9),
+        code=data.allow_code,
+        progress=lambda done, total: progress(done, total, 0),
+    )
 
 
 def _nothing(done: int, total: int, rows: int) -> None:
@@ -319,22 +333,54 @@ def evidence(report: dict[str, Any]) -> list[str]:
 
 
 def remarks(report: dict[str, Any]) -> list[str]:
-    """What else a user should know of how rows were masked: borders inside tokens, control tokens that stayed text."""
+    """What else a user should know of how rows were read and masked: whatever was dropped, ignored or changed."""
     texts = []
     for name in ("train", "eval"):
         part = report.get(name)
-        if not part:
-            continue
-        straddling = part.get("straddling_tokens", 0)
-        if straddling > _MANY_STRADDLING * part["tokens"]:
-            texts.append(
-                f"{straddling:,} tokens of the {name} set lie across the border of trained text "
-                f"({100 * straddling / part['tokens']:.2f} %): they are trained"
-            )
-        spelled = part.get("control_token_rows", 0)
-        if spelled:
-            texts.append(f"{spelled:,} rows of the {name} set spell control tokens: kept as ordinary text")
+        if part:
+            texts += [f"{text} ({name} set)" if report.get("eval") else text for text in _remarks(part)]
     return texts
+
+
+def _remarks(part: dict[str, Any]) -> list[str]:
+    texts = []
+    straddling = part.get("straddling_tokens", 0)
+    if straddling > _MANY_STRADDLING * part["tokens"]:
+        rate = 100 * straddling / part["tokens"]
+        texts.append(f"{straddling:,} tokens lie across the border of trained text ({rate:.2f} %): they are trained")
+    if part.get("control_token_rows"):
+        texts.append(f"{part['control_token_rows']:,} rows spell control tokens: kept as ordinary text")
+    if part.get("split_rows"):
+        texts.append(
+            f"{part['split_rows']:,} chats became {part['documents_of_split_rows']:,} documents, one a turn: the template "
+            'drops reasoning of earlier turns (data.thinking = "keep" or "template" leaves them whole)'
+        )
+    if part.get("reasoning_lost"):
+        texts.append(
+            f"{part['reasoning_lost']:,} reasoning blocks of {part['reasoning_lost_rows']:,} rows are not written by the "
+            "template: trained without them"
+        )
+    kept = part.get("mask_methods", {}).get("turns with their reasoning put back", 0)
+    if kept:
+        texts.append(f"reasoning of earlier turns, which the template drops, was put back in {kept:,} rows")
+    if part.get("tools_ignored_rows"):
+        texts.append(f"{part['tools_ignored_rows']:,} rows have tools that the template does not write")
+    unused = part.get("unused_fields", {})
+    if unused:
+        named = sorted(unused, key=lambda field: (-unused[field], field))
+        shown = ", ".join(f"{visible(field)} ({unused[field]:,} rows)" for field in named[:8])
+        more = f" and {len(named) - 8} more" if len(named) > 8 else ""
+        texts.append(f"fields of the rows that are not used: {shown}{more}")
+    return texts
+
+
+def unmatched_roles(train_on: Any, report: dict[str, Any]) -> str | None:
+    """The roles that `train_on` names and no row has, in a sentence."""
+    roles = (report.get("train") or {}).get("roles", {})
+    missing = [role for role in train_on if role not in roles] if isinstance(train_on, list) and roles else []
+    if not missing:
+        return None
+    return f"data.train_on names {', '.join(missing)}, and no row has such a message: the roles are {', '.join(roles)}"
 
 
 def share(part: float, whole: float) -> str:

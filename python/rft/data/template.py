@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
@@ -23,6 +25,10 @@ BUILT_IN = ("chatml", "llama3", "gemma", "plain")
 Span = tuple[int, int]
 """Start and end of trained text, in characters."""
 Renderer = Callable[[list[str]], list["tuple[str, list[Span]] | str"]]
+
+# Bounds of one render by jinja2; minijinja counts its work instead (template.rs).
+_MAX_SECONDS = 20.0
+_MAX_CHARACTERS = 100_000_000
 
 # Noncharacters that wrap generated text while a template renders; no Unicode text holds them.
 _OPEN, _CLOSE = "\ufdd1", "\ufdd2"
@@ -76,7 +82,7 @@ def render(
     """
     source, name = (template, "template") if isinstance(template, str) else (template.source, template.name)
     try:
-        marked = _compile(source, name).render(**_arguments(conversation, special, add_generation_prompt))
+        marked = _joined(_compile(source, name).generate(**_arguments(conversation, special, add_generation_prompt)))
     except Exception as error:  # templates raise anything: TypeError, UndefinedError, their own raise_exception
         raise DataError(f"template ({name})", str(error) or type(error).__name__) from None
     return _unmark(marked)
@@ -85,18 +91,67 @@ def render(
 def callback(template: ChatTemplate, special: dict[str, str]) -> Renderer:
     """`render` for blocks of rows given as JSON: a string in place of a result is the row's error."""
 
+    def one(text: str) -> tuple[str, list[Span]] | str:
+        conversation = json.loads(text)
+        prompt = conversation.pop("add_generation_prompt", False)
+        try:
+            return render(template, conversation, special, prompt)
+        except DataError as error:
+            return error.problem
+
     def block(conversations: list[str]) -> list[tuple[str, list[Span]] | str]:
-        results: list[tuple[str, list[Span]] | str] = []
-        for text in conversations:
-            conversation = json.loads(text)
-            prompt = conversation.pop("add_generation_prompt", False)
-            try:
-                results.append(render(template, conversation, special, prompt))
-            except DataError as error:
-                results.append(error.problem)
-        return results
+        with Watch(_MAX_SECONDS) as watch:
+            return [watch.call(one, text) for text in conversations]
 
     return block
+
+
+class _TooLong(BaseException):
+    """Raised inside a render by the watch; no Exception, so that no template's own handling of errors sees it."""
+
+
+class Watch:
+    """Stops renders that take longer than `seconds`: jinja2 has no limit of its own."""
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+        self._thread = threading.get_ident()
+        self._lock = threading.Lock()
+        self._since: float | None = None
+        self._fired = False
+        self._done = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="rft-template-watch", daemon=True)
+
+    def __enter__(self) -> Watch:
+        self._watcher.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._watcher.join()
+
+    def call(self, render: Callable[[str], tuple[str, list[Span]] | str], text: str) -> tuple[str, list[Span]] | str:
+        """What `render` gives for `text`, or the sentence that it took too long."""
+        try:
+            with self._lock:
+                self._fired, self._since = False, time.monotonic()
+            result = render(text)
+            with self._lock:
+                self._since = None
+            while self._fired:  # on its way: it must not arrive in the next render
+                time.sleep(0.01)
+            return result
+        except _TooLong:
+            return f"it does too much work: over {self.seconds:g} s for one chat"
+
+    def _watch(self) -> None:
+        import ctypes
+
+        while not self._done.wait(min(self.seconds / 4, 1.0)):
+            with self._lock:
+                if self._since is not None and time.monotonic() - self._since > self.seconds:
+                    self._since, self._fired = None, True
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(_TooLong))
 
 
 def native_difference(template: ChatTemplate, special: dict[str, str]) -> str | None:
@@ -129,6 +184,17 @@ def spelled_control_tokens(template: ChatTemplate, tokenizer: TokenizerFiles) ->
     """Control tokens in the template's text that this tokenizer has no single token for (they cost several each)."""
     spelled = dict.fromkeys(re.findall(r"<\|[A-Za-z0-9_]+\|>|<(?:start|end)_of_turn>", template.source))
     return [text for text in spelled if tokenizer.token_id(text) is None]
+
+
+def _joined(pieces: Iterable[str]) -> str:
+    """The whole text. Raises ValueError where it grows without bounds."""
+    text, length = [], 0
+    for piece in pieces:
+        text.append(piece)
+        length += len(piece)
+        if length > _MAX_CHARACTERS:
+            raise ValueError(f"it does too much work: over {_MAX_CHARACTERS:,} characters for one chat")
+    return "".join(text)
 
 
 def _from_file(setting: str) -> ChatTemplate:
@@ -208,8 +274,8 @@ def _arguments(conversation: dict[str, Any], special: dict[str, str], add_genera
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Without null fields, and with a message's reasoning under each of the names that templates read (as transformers 5)."""
-    message = {key: value for key, value in message.items() if value is not None}
+    """Without null fields but the content (null beside tool calls), and with a message's reasoning under each of the names that templates read (as transformers 5)."""
+    message = {key: value for key, value in message.items() if value is not None or key == "content"}
     reasoning = next((message[key] for key in ("reasoning_content", "thinking", "reasoning") if key in message), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 

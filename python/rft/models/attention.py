@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from rft.errors import Refused
 from rft.models import attention_backends as backends
+from rft.models import attention_fast as fast
 
 NAME = "rft"
 
@@ -76,15 +77,17 @@ class Documents:
         return max(self.lengths)
 
     @cached_property
-    def _chunked(self) -> dict[int, Documents]:
+    def made(self) -> dict[Any, Any]:
+        """What backends have made of the borders, for all layers of a forward and its backward."""
         return {}
 
     def chunked(self, size: int) -> Documents:
         """Every document cut into pieces of `size` tokens: what chunked attention lets see each other."""
-        if size not in self._chunked:
+        key = ("chunked", size)
+        if key not in self.made:
             pieces = tuple(min(size, n - at) for n in self.lengths for at in range(0, n, size))
-            self._chunked[size] = Documents.from_lengths(pieces, self.cu_seqlens.device)
-        return self._chunked[size]
+            self.made[key] = Documents.from_lengths(pieces, self.cu_seqlens.device)
+        return self.made[key]
 
 
 @dataclass(frozen=True)
@@ -266,7 +269,8 @@ def attention(
             f"got {query.shape[2]} tokens for documents of {sum(documents.lengths)}",
             wanted="the whole packed row in each layer",
         )
-    out = backends.BACKENDS[state.backend if state is not None else "math"](inputs, documents, window)
+    name = state.backend if state is not None else "math"
+    out = (backends.BACKENDS.get(name) or fast.BACKENDS[name])(inputs, documents, window)
     return out.transpose(1, 2).contiguous(), None  # models view it as [1, T, hidden]
 
 
@@ -307,25 +311,38 @@ def _note(needs: Needs, inputs: backends.Inputs, window: int | None, chunk: int 
     needs.value_size = max(needs.value_size, inputs.value.shape[-1])
 
 
+ORDER = ("fa4", "cudnn", "varlen", "flex", "sdpa", "math")
+"""Fastest first."""
+
+
 def choose_backend(requested: str, device: torch.device, dtype: torch.dtype, needs: Needs) -> tuple[str, str]:
-    """(backend, reason) for `model.attention`. dtype: type of the computation. Raises Refused where a named one cannot serve."""
-    refusals = {
-        name: reason
-        for name in ("varlen", "sdpa", "math")
-        if (reason := _why_not(name, device, dtype, needs)) is not None
-    }
+    """(backend, reason) for `model.attention`. dtype: type of the computation. Raises Refused where a named one cannot serve.
+
+    FA4, cuDNN and FlexAttention are run once on this device beside plain maths before they are taken.
+    """
     if requested != "auto":
-        if requested in refusals:
-            serving = [n for n in ("varlen", "sdpa", "math") if n not in refusals]
-            raise Refused(
-                f'model.attention = "{requested}"',
-                refusals[requested],
-                do=f'set model.attention = "{serving[0]}" or "auto"',
-            )
+        if why := why_not_backend(requested, device, dtype, needs):
+            serving = next(n for n in ORDER if why_not_backend(n, device, dtype, needs) is None)
+            raise Refused(f'model.attention = "{requested}"', why, do=f'set model.attention = "{serving}" or "auto"')
         return requested, "set in the config"
-    name = next(n for n in ("varlen", "sdpa", "math") if n not in refusals)
-    skipped = "; ".join(f"{n}: {refusals[n]}" for n in ("varlen", "sdpa") if n in refusals)
+    refusals: dict[str, str] = {}
+    for name in ORDER:
+        why = why_not_backend(name, device, dtype, needs)
+        if why is None:
+            break
+        refusals[name] = why
+    skipped = "; ".join(f"{n}: {w}" for n, w in refusals.items())
     return name, f"serves {needs.summary()} here" + (f" ({skipped})" if skipped else "")
+
+
+def why_not_backend(name: str, device: torch.device, dtype: torch.dtype, needs: Needs) -> str | None:
+    """Why a backend cannot serve this model on this device, or None."""
+    if name not in fast.BACKENDS:
+        return _why_not(name, device, dtype, needs)
+    if why := fast.why_not(name, device, dtype, needs):
+        return why
+    key = (needs.softcap, needs.sinks, needs.window, needs.head_size, needs.value_size)
+    return fast.proof(name, device, dtype, key)[1]
 
 
 def _why_not(name: str, device: torch.device, dtype: torch.dtype, needs: Needs) -> str | None:

@@ -123,8 +123,8 @@ def _angles(table: Tensor, kind: Table) -> Tensor:
 # ---- finding
 
 
-def attention_matcher(model: Any) -> Matcher:
-    """For one model: its rotary embedding gives the tables that its layers are compared with."""
+def attention_matcher(model: Any, device: torch.device) -> Matcher:
+    """For one model: its rotary embedding gives the tables that its layers are compared with on `device`."""
     tables = _Tables(model)
 
     def inputs(module: nn.Module, generator: torch.Generator) -> tuple[Tensor, ...]:
@@ -141,7 +141,7 @@ def attention_matcher(model: Any) -> Matcher:
         return out, [c._replace(sinks=c.sinks is not None) for c in calls]  # type: ignore[arg-type]
 
     def candidates(module: nn.Module) -> list[Candidate] | str:
-        return _candidates(module, tables, inputs)
+        return _candidates(module, tables, inputs, device)
 
     return Matcher(
         "attention block",
@@ -252,7 +252,7 @@ _NAMES = {
 }  # fmt: skip
 
 
-def _candidates(module: Any, tables: _Tables, inputs: Callable) -> list[Candidate] | str:
+def _candidates(module: Any, tables: _Tables, inputs: Callable, device: torch.device) -> list[Candidate] | str:
     if getattr(getattr(module, "config", None), "_attn_implementation", None) != NAME:
         return "it does not take attention from the registry"
     shape = _shape_of(module)
@@ -262,7 +262,7 @@ def _candidates(module: Any, tables: _Tables, inputs: Callable) -> list[Candidat
     kinds = tables.kinds(module)
     if not kinds:
         return "its rotary tables are not cosines and sines"
-    constants = _constants_of(module, tables, inputs)
+    constants = _constants_of(module, tables, inputs, device)
     if isinstance(constants, str):
         return constants
     given, sinks = constants
@@ -292,15 +292,17 @@ def _norms_of(module: nn.Module) -> tuple[str, str] | None:
     return None
 
 
-def _constants_of(module: nn.Module, tables: _Tables, inputs: Callable) -> tuple[CallConstants, str | None] | str:
+def _constants_of(
+    module: nn.Module, tables: _Tables, inputs: Callable, device: torch.device
+) -> tuple[CallConstants, str | None] | str:
     """What the layer hands to its attention in training, and the name of the parameter that is its sinks."""
     register()
-    part = copy.deepcopy(module).to_empty(device="cpu").float().train()
+    part = copy.deepcopy(module).to_empty(device=device).float().train()
     with torch.no_grad():
         for parameter in part.parameters():
             parameter.zero_()
-    (x,) = inputs(module, torch.Generator().manual_seed(0))
-    mask = DocumentMask(Documents.from_lengths(_LENGTHS))
+    x = inputs(module, torch.Generator().manual_seed(0))[0].to(device)
+    mask = DocumentMask(Documents.from_lengths(_LENGTHS, device))
     with recorded() as calls, torch.no_grad():
         part(hidden_states=x, position_embeddings=tables.of(part, x), attention_mask=mask)
     if len(calls) != 1:

@@ -50,8 +50,8 @@ def read(module: nn.Module, *, inside: bool = False) -> FrozenLinear | None:
 
     inside: asked from the module's own forward, around which its hooks run anyway.
     """
-    if torch.is_autocast_enabled(_device_of(module)):
-        return None
+    if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+        return None  # autocast knows torch's own operations
     peft: Any = module
     if not is_lora(module):
         if not quant.is_linear(module) or _hooked(module):
@@ -79,11 +79,6 @@ def read(module: nn.Module, *, inside: bool = False) -> FrozenLinear | None:
                 return None
             branches.append(Branch(A.weight, B.weight, float(peft.scaling[name])))
     return FrozenLinear(held, base.bias, tuple(branches))
-
-
-def _device_of(module: nn.Module) -> str:
-    parameter = next(module.parameters(), None)
-    return "cpu" if parameter is None else parameter.device.type
 
 
 def _hooked(module: nn.Module) -> bool:

@@ -68,7 +68,7 @@ class _Verdict:
     why: str = ""
 
 
-def default_matchers(model: Any = None, *, kernels: bool = False) -> list[Matcher]:
+def default_matchers(model: Any, device: torch.device, *, kernels: bool = False) -> list[Matcher]:
     """Every part that rft has a replacement for. kernels: with the Triton kernels; False: plain torch."""
     from rft.models.norm import rms_norm_matcher
 
@@ -78,7 +78,7 @@ def default_matchers(model: Any = None, *, kernels: bool = False) -> list[Matche
     from rft.models.linear import LORA_LINEAR
     from rft.models.mlp import GATED_MLP
 
-    return [rms_norm_matcher(kernels=True), LORA_LINEAR, GATED_MLP, attention_matcher(model)]
+    return [rms_norm_matcher(kernels=True), LORA_LINEAR, GATED_MLP, attention_matcher(model, device)]
 
 
 def why_no_kernels(device: torch.device) -> str | None:
@@ -103,9 +103,10 @@ def apply_swaps(
     kernels: bool = False,
 ) -> nn.Module:
     """Swap what can be shown to be equal on `device`, write receipts, and return the model. Parameter names stay."""
-    for matcher in matchers if matchers is not None else default_matchers(model, kernels=kernels):
+    device = torch.device(device)
+    for matcher in matchers if matchers is not None else default_matchers(model, device, kernels=kernels):
         receipts.ask(matcher.what)
-        _swap(model, matcher, receipts, torch.device(device))
+        _swap(model, matcher, receipts, device)
     return model
 
 

@@ -98,8 +98,8 @@ def real_lengths(batch: Batch) -> list[int]:
             length = next(documents)
             lengths.append(length)
             filled += length
-        if filled < batch.input_ids.shape[1] // len(batch.pack_tokens):
-            next(documents)  # the fill-up is a document of its own
+        while filled < batch.input_ids.shape[1] // len(batch.pack_tokens):
+            filled += next(documents)  # the fill-up is documents of its own
     return lengths
 
 

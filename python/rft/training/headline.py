@@ -81,7 +81,7 @@ def plan_sentence(run: Run) -> str:
     return " · ".join(parts)
 
 
-SPELLED = {"rms_norm": "RMSNorm", "lora": "LoRA"}
+SPELLED = {"rms_norm": "RMSNorm", "rms_norm kernel": "RMSNorm kernel", "lora": "LoRA", "lora linear": "fused LoRA"}
 """Receipts' names of things as a reader knows them."""
 
 

@@ -76,7 +76,7 @@ def _build(job: Job, world: World, *, own_split: bool) -> HeldOut:
     assert isinstance(micro_batch, int)
     store = job.prepared.eval if own_split else job.prepared.train
     assert store is not None
-    # few rows must not fill one long pack: its fill-up costs attention as if it were a document
+    # few rows must not fill one long pack: all but attention costs as much for fill-up as for text
     rounded_up = -(-store.num_tokens // 64) * 64
     loader = Loader(
         store,

@@ -7,6 +7,10 @@ use crate::plan::{Packing, Piece, Plan, padded};
 /// A position without a label.
 pub const NO_LABEL: i64 = -100;
 
+/// Longest document of fill-up, a tile of the attention kernels: as one document, the fill-up of a pack would cost attention
+/// with the square of its length, and an empty pack as much as the longest document there is.
+pub const FILL_UP: usize = 128;
+
 /// Where a micro-batch goes. All but `cu_seqlens` (one more) have the same length.
 pub struct Buffers<'a> {
     /// Token ids.
@@ -59,8 +63,7 @@ pub fn fill(plan: &Plan, packs: &[Option<usize>], pad_id: i64, buffers: &mut Buf
         filled.pack_tokens.push((at - start) as u32);
         filled.num_tokens += (at - start) as u64;
         if at < start + row {
-            write_fill_up(at..start + row, pad_id, buffers);
-            filled.lengths.push((start + row - at) as u32);
+            write_fill_up(at..start + row, pad_id, buffers, &mut filled.lengths);
         }
         at = start + row;
     }
@@ -91,39 +94,54 @@ fn write_piece(plan: &Plan, piece: Piece, at: usize, buffers: &mut Buffers, fill
     let range = plan.tokens_of(piece);
     let ids = &mut buffers.ids[at..at + length];
     store.ids(range.clone()).copy_to(ids);
-    for (position, to) in buffers.positions[at..at + length].iter_mut().enumerate() {
-        *to = position as i64;
-    }
-    let mut labelled = 0u64;
-    for (index, label) in buffers.labels[at..at + length].iter_mut().enumerate() {
-        let target = index + 1;
-        let trained = target < length && store.is_trained(range.start + target);
-        *label = if trained { ids[target] } else { NO_LABEL };
-        labelled += u64::from(trained);
-    }
+    count_up(&mut buffers.positions[at..at + length]);
+    let labels = &mut buffers.labels[at..at + length];
+    let targets = range.start + 1..range.end.max(range.start + 1);
+    let labelled = write_labels(ids, labels, store.trained_runs(targets.clone()));
     filled.num_label_tokens += labelled;
     filled.lengths.push(piece.length);
-    let weigh = |label: i64, index: usize| if label == NO_LABEL { 0.0 } else { store.weight(range.start + index + 1) };
-    match (&mut buffers.weights, store.has_weights()) {
-        (None, false) => filled.label_weight += labelled as f64,
-        (None, true) => {
-            let labels = buffers.labels[at..at + length].iter().enumerate();
-            filled.label_weight += labels.map(|(index, label)| f64::from(weigh(*label, index))).sum::<f64>();
-        }
-        (Some(weights), _) => {
-            for (index, to) in weights[at..at + length].iter_mut().enumerate() {
-                *to = weigh(buffers.labels[at + index], index);
+    let factors = store.weights(targets);
+    let factor = |index: usize| factors.map_or(1.0, |factors| f32::from_le_bytes(factors[index]));
+    let weigh = |(index, label): (usize, &i64)| if *label == NO_LABEL { 0.0 } else { factor(index) };
+    match &mut buffers.weights {
+        None if factors.is_none() => filled.label_weight += labelled as f64,
+        None => filled.label_weight += labels.iter().enumerate().map(weigh).map(f64::from).sum::<f64>(),
+        Some(weights) => {
+            for (to, label) in weights[at..at + length].iter_mut().zip(labels.iter().enumerate()) {
+                *to = weigh(label);
                 filled.label_weight += f64::from(*to);
             }
         }
     }
 }
 
-fn write_fill_up(range: std::ops::Range<usize>, pad_id: i64, buffers: &mut Buffers) {
+/// The id of the next token where it is trained on. `runs`: trained tokens, counted from the second on. Returns the number
+/// of labels.
+fn write_labels(ids: &[i64], labels: &mut [i64], runs: impl Iterator<Item = std::ops::Range<usize>>) -> u64 {
+    let (mut at, mut count) = (0, 0);
+    for run in runs {
+        labels[at..run.start].fill(NO_LABEL);
+        labels[run.clone()].copy_from_slice(&ids[run.start + 1..run.end + 1]);
+        count += run.len() as u64;
+        at = run.end;
+    }
+    labels[at..].fill(NO_LABEL);
+    count
+}
+
+fn count_up(positions: &mut [i64]) {
+    for (position, to) in positions.iter_mut().enumerate() {
+        *to = position as i64;
+    }
+}
+
+/// Fill-up is documents of at most [`FILL_UP`] tokens.
+fn write_fill_up(range: std::ops::Range<usize>, pad_id: i64, buffers: &mut Buffers, lengths: &mut Vec<u32>) {
     buffers.ids[range.clone()].fill(pad_id);
     buffers.labels[range.clone()].fill(NO_LABEL);
-    for (position, to) in buffers.positions[range.clone()].iter_mut().enumerate() {
-        *to = position as i64;
+    for document in buffers.positions[range.clone()].chunks_mut(FILL_UP) {
+        count_up(document);
+        lengths.push(document.len() as u32);
     }
     if let Some(weights) = &mut buffers.weights {
         weights[range].fill(0.0);

@@ -6,13 +6,16 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value as Json, json};
 
 use crate::error::{Error, Kind, Result};
-use crate::example::{Format, RowError};
-use crate::spec::{Source, Spec, TrainOn};
+use crate::example::{Format, ROLES, Reason, RowError};
+use crate::spec::{Part, Source, Spec, TrainOn};
 use crate::store::Writer;
-use crate::tokens::Tokens;
+use crate::tokens::{Facts, Tokens};
 
 /// Examples kept of each reason.
 const NOTES: usize = 5;
+
+/// Different sets of unused fields that are counted.
+const MANY_FIELDS: usize = 256;
 
 /// A dropped row to show.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
@@ -48,6 +51,16 @@ pub struct Counts {
     spelled: u64,
     straddling: u64,
     methods: BTreeMap<String, u64>,
+    /// Rows that hold a message of a role.
+    roles: [u64; ROLES.len()],
+    /// Rows by the fields of them that are not used.
+    unused: Vec<(Vec<String>, u64)>,
+    /// Rows that became several documents, and how many.
+    split: (u64, u64),
+    /// Reasoning that the template does not write: blocks, and rows with one.
+    lost: (u64, u64),
+    /// Rows with tools that the template does not write.
+    tools_ignored: u64,
 }
 
 impl Counts {
@@ -97,6 +110,13 @@ impl Counts {
             Some(count) => *count += 1,
             None => drop(self.methods.insert(method.into(), 1)),
         }
+        let lost: u64 = documents.clone().map(|tokens| u64::from(tokens.lost)).sum();
+        self.lost = (self.lost.0 + lost, self.lost.1 + u64::from(lost > 0));
+        let parts = documents.clone().count() as u64;
+        if parts > 1 {
+            self.split = (self.split.0 + 1, self.split.1 + parts);
+        }
+        self.tell(&first.facts);
         if let Some(source) = self.sources.last_mut() {
             source.read += 1;
             source.kept += 1;
@@ -105,6 +125,23 @@ impl Counts {
                 let trained = tokens.trained.iter().filter(|bit| **bit).count();
                 source.trained += u64::from(copies) * trained as u64;
             }
+        }
+    }
+
+    fn tell(&mut self, facts: &Facts) {
+        for (index, rows) in self.roles.iter_mut().enumerate() {
+            *rows += u64::from(facts.roles >> index & 1);
+        }
+        self.tools_ignored += u64::from(facts.tools_ignored);
+        if facts.unused.is_empty() {
+            return;
+        }
+        // Rows of a file have the same fields, mostly the very same list of them.
+        let same = |(names, _): &(Vec<String>, u64)| names[..] == facts.unused[..];
+        match self.unused.iter().rposition(same) {
+            Some(index) => self.unused[index].1 += 1,
+            None if self.unused.len() < MANY_FIELDS => self.unused.push((facts.unused.to_vec(), 1)),
+            None => {}
         }
     }
 
@@ -154,6 +191,14 @@ impl Counts {
                 })
             })
             .collect();
+        let roles: BTreeMap<&str, u64> =
+            ROLES.iter().zip(self.roles).filter(|(_, rows)| *rows > 0).map(|(role, rows)| (*role, rows)).collect();
+        let mut unused: BTreeMap<&str, u64> = BTreeMap::new();
+        for (names, rows) in &self.unused {
+            for name in names.iter() {
+                *unused.entry(name).or_default() += rows;
+            }
+        }
         json!({
             "read": self.read,
             "kept": self.kept,
@@ -167,6 +212,13 @@ impl Counts {
             "straddling_tokens": self.straddling,
             "control_token_rows": self.spelled,
             "mask_methods": self.methods,
+            "roles": roles,
+            "unused_fields": unused,
+            "split_rows": self.split.0,
+            "documents_of_split_rows": self.split.1,
+            "reasoning_lost": self.lost.0,
+            "reasoning_lost_rows": self.lost.1,
+            "tools_ignored_rows": self.tools_ignored,
             "no_control_tokens": no_control_tokens,
             "sources": sources,
         })
@@ -186,10 +238,37 @@ impl Counts {
         };
         let first = self.notes.values().flatten().next();
         let why = why + &first.map_or(String::new(), |note| format!(" (first: {}: {})", note.place, note.text));
+        let rows_of = |reasons: &[Reason]| reasons.iter().filter_map(|r| self.dropped.get(r.name())).sum::<u64>();
+        let elsewhere = rows_of(&[Reason::HeldOut, Reason::NotHeldOut]);
+        let left_out = rows_of(&[Reason::NotSampled, Reason::OverMaxRows]);
+        if left_out > 0 && left_out == self.read {
+            return Error::new(Kind::Data, place, format!("none of the {} rows is chosen{why}", self.read))
+                .wanted("at least one row")
+                .remedy("raise the weight or max_rows of the data set");
+        }
+        if let Some(holdout) = &spec.holdout
+            && elsewhere > 0
+            && elsewhere + left_out == self.read
+        {
+            let (side, change) = match holdout.part {
+                Part::Train => ("holds out all", "smaller"),
+                Part::Eval => ("holds out none", "larger"),
+            };
+            let problem = format!("eval_fraction = {} {side} of the {elsewhere} rows", holdout.fraction);
+            return Error::new(Kind::Data, place, problem)
+                .wanted("rows on both sides")
+                .remedy(format!("set a {change} data.eval_fraction, or name a file of its own under [[data.eval]]"));
+        }
+        let roles = match &spec.train_on {
+            TrainOn::Roles(roles) => format!(" (now {})", roles.join(", ")),
+            _ => String::new(),
+        };
         let remedy = match (self.read, &spec.train_on) {
             (0, _) => "check data.train: the files hold no rows".to_string(),
             (_, TrainOn::All) => "look at the rows dropped, and at data.on_error".to_string(),
-            _ => "look at data.train_on and at the rows dropped; a template with {% generation %} tags trains only on what they hold".to_string(),
+            _ => format!(
+                "look at data.train_on{roles} and at the rows dropped; a template with {{% generation %}} tags trains only on what they hold"
+            ),
         };
         Error::new(Kind::Data, place, format!("no token to train on{why}"))
             .wanted("at least one row with a turn or a text to learn")

@@ -14,6 +14,9 @@ type RowResult<T> = std::result::Result<T, RowError>;
 /// What is there and what to write, where no format fits.
 pub fn detect(rows: &[Map<String, Value>], source: &Source) -> std::result::Result<(Format, String), RowError> {
     check_fields(rows.first(), source)?;
+    if let Some(row) = rows.first().filter(|_| source.fields.is_empty()) {
+        refuse_preferences(row)?;
+    }
     for format in Format::ALL {
         let Ok(parser) = Parser::new(format, source) else { continue };
         if let Some(evidence) = rows.first().and_then(|row| parser.evidence(row)) {
@@ -27,6 +30,47 @@ pub fn detect(rows: &[Map<String, Value>], source: &Source) -> std::result::Resu
         }
     }
     Err(unknown_format(rows.first()))
+}
+
+/// Columns by which rows for other losses are known.
+pub(crate) const OF_OTHER_LOSSES: [&str; 5] = ["chosen", "rejected", "label", "completions", "labels"];
+
+/// Whether a value says good or bad, in any of the ways that files write it.
+fn is_verdict(value: &Value) -> bool {
+    match value {
+        Value::Bool(_) => true,
+        Value::Number(number) => matches!(number.as_i64(), Some(0 | 1)),
+        Value::String(text) => matches!(text.to_lowercase().as_str(), "true" | "false" | "0" | "1"),
+        _ => false,
+    }
+}
+
+/// Rows for other losses must not be trained as if all of their answers were right.
+fn refuse_preferences(row: &Map<String, Value>) -> RowResult<()> {
+    let has = |name: &str| row.get(name).is_some_and(|value| !value.is_null());
+    let plain = "format = \"prompt_completion\"";
+    let (kind, fields, remedy) = if has("chosen") && has("rejected") {
+        let chosen = if row["chosen"].is_array() && !has("prompt") {
+            "format = \"messages\", fields = { messages = \"chosen\" }".to_string()
+        } else {
+            format!("{plain}, fields = {{ completion = \"chosen\" }}")
+        };
+        (
+            "preference pairs",
+            "\"chosen\" and \"rejected\"",
+            format!("to train on the chosen answers alone, set {chosen}"),
+        )
+    } else if has("completion") && row.get("label").is_some_and(is_verdict) {
+        let remedy = format!("take out the rows whose label is false, or set {plain} to train on all of them");
+        ("answers marked as good or bad", "\"completion\" and a \"label\"", remedy)
+    } else if row.get("completions").is_some_and(Value::is_array) && row.get("labels").is_some_and(Value::is_array) {
+        let remedy = "convert the rows to {prompt, completion}".to_string();
+        ("steps marked as right or wrong", "\"completions\" and \"labels\"", remedy)
+    } else {
+        return Ok(());
+    };
+    let problem = format!("the row has {fields}: {kind}, for a loss that this version does not have");
+    Err(RowError::bad("", problem, "rows to learn by heart: chats, prompt and completion, or text").remedy(remedy))
 }
 
 /// The source's own field names must be fields of a format, and in the row.
@@ -47,7 +91,9 @@ fn check_fields(row: Option<&Map<String, Value>>, source: &Source) -> RowResult<
     let Some(row) = row else { return Ok(()) };
     for (ours, theirs) in &source.fields {
         // These two are fields of a message, and tools and weights may be in some rows only.
-        let optional = ["role", "content", "tools", "loss_weight", "system", "input"].contains(&ours.as_str());
+        let optional =
+            ["role", "content", "tools", "loss_weight", "system", "input", "label", "labels", "mask", "attention_mask"]
+                .contains(&ours.as_str());
         if !optional && !row.contains_key(theirs) {
             let have: Vec<String> = row.keys().map(|key| format!("{key:?}")).collect();
             let problem = format!("no field {theirs:?}, which [data.train.fields] names as {ours}");
@@ -96,6 +142,24 @@ impl Parser {
                     )
                 })
             }
+            Format::Segments => {
+                let name = self.name("segments", row);
+                let first = row.get(&name)?.as_array()?.first()?.as_object()?;
+                let (text, label) = (self.name("text", first), self.name("label", first));
+                (first.get(&text)?.is_string() && first.get(&label)?.is_boolean()).then(|| {
+                    format!("{name:?}, a list of {{{text}, {label}}}: raw text without the chat template, trained where {label} is true")
+                })
+            }
+            Format::Tokens => {
+                let name = self.name("input_ids", row);
+                row.get(&name)?.as_array()?.first()?.as_i64()?;
+                let trained = ["labels", "mask"].into_iter().map(|ours| self.name(ours, row));
+                let trained: Vec<String> = trained.filter(|name| row.get(name).is_some_and(Value::is_array)).collect();
+                Some(match trained.first() {
+                    Some(labels) => format!("{name:?} and {labels:?}: tokens as they are"),
+                    None => format!("{name:?}: tokens as they are, all of them trained on"),
+                })
+            }
             Format::Text => {
                 string("text").then(|| format!("{:?}: plain text, all of it trained on", self.name("text", row)))
             }
@@ -104,8 +168,7 @@ impl Parser {
 }
 
 fn unknown_format(row: Option<&Map<String, Value>>) -> RowError {
-    let wanted =
-        "\"messages\" (or \"conversations\"), \"instruction\" + \"output\", \"prompt\" + \"completion\", or \"text\"";
+    let wanted = "\"messages\" (or \"conversations\"), \"instruction\" + \"output\", \"prompt\" + \"completion\", \"segments\", \"text\", or \"input_ids\"";
     let Some(row) = row else {
         return RowError::bad("", "no row to tell the format from", wanted);
     };
@@ -142,6 +205,6 @@ fn likely<'a>(texts: &[&'a String], names: &[&str]) -> Option<&'a String> {
 pub fn sample_row(bytes: &[u8]) -> RowResult<Map<String, Value>> {
     match readers::refusal(bytes) {
         Some(error) => Err(error),
-        None => parse_object(bytes),
+        None => parse_object(bytes, &|_| false),
     }
 }

@@ -1,8 +1,12 @@
 //! One row -> [`Example`]: every dataset format lives here, with the fields it reads. `detect.rs` tells them apart.
 
+use std::collections::BTreeMap;
+
+use serde_json::value::RawValue;
 use serde_json::{Map, Value, json};
 
 use crate::jsonl::Layout;
+use crate::lean::Names;
 use crate::readers;
 use crate::spec::Source;
 
@@ -17,13 +21,24 @@ pub enum Format {
     Alpaca,
     /// `{"prompt", "completion"}`.
     PromptCompletion,
+    /// `{"segments": [{"text", "label"}]}`.
+    Segments,
     /// `{"text"}`.
     Text,
+    /// `{"input_ids", "labels"}`.
+    Tokens,
 }
 
 impl Format {
-    pub(crate) const ALL: [Format; 5] =
-        [Format::Messages, Format::ShareGpt, Format::Alpaca, Format::PromptCompletion, Format::Text];
+    pub(crate) const ALL: [Format; 7] = [
+        Format::Messages,
+        Format::ShareGpt,
+        Format::Alpaca,
+        Format::PromptCompletion,
+        Format::Segments,
+        Format::Text,
+        Format::Tokens,
+    ];
 
     /// The name in configs.
     pub fn name(self) -> &'static str {
@@ -32,7 +47,9 @@ impl Format {
             Format::ShareGpt => "sharegpt",
             Format::Alpaca => "alpaca",
             Format::PromptCompletion => "prompt_completion",
+            Format::Segments => "segments",
             Format::Text => "text",
+            Format::Tokens => "tokens",
         }
     }
 
@@ -71,7 +88,20 @@ impl Format {
             Format::PromptCompletion => {
                 &[("prompt", &["prompt"]), ("completion", &["completion"]), ("tools", TOOLS), ("loss_weight", WEIGHT)]
             }
+            Format::Segments => &[
+                ("segments", &["segments"]),
+                ("text", &["text"]),
+                ("label", &["label", "train"]),
+                ("loss_weight", WEIGHT),
+            ],
             Format::Text => &[("text", &["text"]), ("loss_weight", WEIGHT)],
+            Format::Tokens => &[
+                ("input_ids", &["input_ids", "tokens"]),
+                ("labels", &["labels"]),
+                ("mask", &["loss_mask", "assistant_masks", "completion_mask"]),
+                ("attention_mask", &["attention_mask"]),
+                ("loss_weight", WEIGHT),
+            ],
         }
     }
 
@@ -92,7 +122,8 @@ impl Format {
 
     /// Those of them that may hold numbers, lists or objects: JSON, where a file has nothing but text.
     pub(crate) fn json_columns(self, source: &Source) -> Vec<String> {
-        let ours = ["messages", "tools", "loss_weight"].into_iter();
+        let ours = ["messages", "tools", "loss_weight", "segments", "input_ids", "labels", "mask", "attention_mask"]
+            .into_iter();
         ours.flat_map(|ours| self.names(ours, source)).chain(EXTRA).map(str::to_string).collect()
     }
 
@@ -102,7 +133,9 @@ impl Format {
             Format::Messages | Format::ShareGpt => &["messages"],
             Format::Alpaca => &["instruction", "output"],
             Format::PromptCompletion => &["prompt", "completion"],
+            Format::Segments => &["segments"],
             Format::Text => &["text"],
+            Format::Tokens => &["input_ids"],
         };
         needed.iter().all(|ours| self.names(ours, source).iter().any(|name| names.iter().any(|known| known == name)))
     }
@@ -142,8 +175,12 @@ pub enum Content {
     Chat(Chat),
     /// Raw text that is read, then raw text that is learned.
     Pair(String, String),
+    /// Raw texts one after another, each learned or only read. Control tokens in them are meant.
+    Segments(Vec<(String, bool)>),
     /// Raw text, all of it learned.
     Text(String),
+    /// Token ids, each learned or only read.
+    Tokens(Vec<u32>, Vec<bool>),
 }
 
 /// A row, parsed.
@@ -153,6 +190,8 @@ pub struct Example {
     pub content: Content,
     /// Factor of its loss.
     pub weight: f32,
+    /// Fields of the row that are not used.
+    pub unused: Vec<String>,
 }
 
 /// Why a row is left out. `Bad` ones stop the run unless bad rows are skipped.
@@ -235,7 +274,8 @@ impl RowError {
 
 type RowResult<T> = std::result::Result<T, RowError>;
 
-const ROLES: [&str; 5] = ["system", "developer", "user", "assistant", "tool"];
+/// What a message may be, as templates know it.
+pub const ROLES: [&str; 5] = ["system", "developer", "user", "assistant", "tool"];
 pub(crate) const SKIP_HINT: &str = "fix the row, or skip bad rows with data.on_error = \"skip\"";
 
 /// Reads rows of one format with one source's own names.
@@ -243,6 +283,7 @@ pub(crate) const SKIP_HINT: &str = "fix the row, or skip bad rows with data.on_e
 pub struct Parser {
     format: Format,
     source: Source,
+    lean: Option<Names>,
 }
 
 impl Parser {
@@ -254,7 +295,7 @@ impl Parser {
                 return Err(format!("format {} has no field {ours:?}; it has {}", format.name(), known.join(", ")));
             }
         }
-        Ok(Parser { format, source: source.clone() })
+        Ok(Parser { format, source: source.clone(), lean: Parser::lean_names(format, source) })
     }
 
     /// The format that it reads.
@@ -266,21 +307,24 @@ impl Parser {
     pub fn parse(&self, bytes: &[u8], layout: Layout) -> RowResult<Example> {
         if layout == Layout::Text {
             let text = utf8(bytes)?;
-            return Ok(Example { content: Content::Text(text.to_string()), weight: 1.0 });
+            return Ok(Example { content: Content::Text(text.to_string()), weight: 1.0, unused: Vec::new() });
         }
         if let Some(error) = readers::refusal(bytes) {
             return Err(error);
         }
-        let mut row = parse_object(bytes)?;
+        let mut row = parse_object(bytes, &|name| self.uses(name))?;
         let name = self.name("loss_weight", &row);
         let weight = take_weight(&mut row, name, "")?;
         let content = match self.format {
             Format::Messages | Format::ShareGpt => self.chat(&mut row)?,
             Format::Alpaca => self.alpaca(&mut row)?,
             Format::PromptCompletion => self.pair(&mut row)?,
+            Format::Segments => self.segments(&mut row)?,
             Format::Text => Content::Text(self.text(&mut row, "text")?),
+            Format::Tokens => self.tokens(&mut row)?,
         };
-        Ok(Example { content, weight })
+        let unused = row.into_iter().filter(|(_, value)| !value.is_null()).map(|(name, _)| name).collect();
+        Ok(Example { content, weight, unused })
     }
 
     /// What the row calls our field.
@@ -291,6 +335,50 @@ impl Parser {
         let names = self.format.fields().iter().find(|(name, _)| *name == ours).map_or(&[][..], |(_, names)| names);
         let present = names.iter().find(|name| row.contains_key(**name));
         present.or(names.first()).map_or(ours, |name| *name).to_string()
+    }
+
+    /// The names of chat rows, for reading them without a tree.
+    pub(crate) fn lean(&self) -> Option<&Names> {
+        self.lean.as_ref()
+    }
+
+    fn lean_names(format: Format, source: &Source) -> Option<Names> {
+        if !matches!(format, Format::Messages | Format::ShareGpt) {
+            return None;
+        }
+        let all = |ours: &str| match source.fields.get(ours) {
+            Some(theirs) => vec![theirs.clone()],
+            None => {
+                let names = format.fields().iter().find(|(name, _)| *name == ours).map_or(&[][..], |(_, names)| names);
+                names.iter().map(|name| name.to_string()).collect()
+            }
+        };
+        let mut telling: Vec<String> = ["documents", "chat_template_kwargs"].map(String::from).to_vec();
+        telling.extend(["system", "tools", "loss_weight"].iter().flat_map(|ours| all(ours)));
+        Some(Names {
+            messages: all("messages"),
+            role: all("role").into_iter().next()?,
+            content: all("content").into_iter().next()?,
+            telling,
+        })
+    }
+
+    /// The index of a role in [`ROLES`], where its message needs no more than its text.
+    pub(crate) fn plain_role(&self, theirs: &str) -> Option<u8> {
+        if theirs == "function_call" {
+            return None; // Its text may be a call.
+        }
+        let role = self.role(theirs)?;
+        ROLES.iter().position(|known| *known == role).map(|index| index as u8)
+    }
+
+    /// Whether a field of a row means something.
+    fn uses(&self, name: &str) -> bool {
+        let usual = |(ours, usual): &(&str, &[&str])| match self.source.fields.get(*ours) {
+            Some(theirs) => theirs == name,
+            None => usual.contains(&name),
+        };
+        self.format.fields().iter().any(usual) || ["documents", "chat_template_kwargs"].contains(&name)
     }
 
     fn missing(&self, name: &str, row: &Map<String, Value>) -> RowError {
@@ -390,9 +478,19 @@ impl Parser {
         };
         let weight = take_weight(&mut given, "loss_weight".into(), place)?;
         let content_name = self.name("content", &given);
+        let says_more = says_more(&given);
         let content = match given.remove(&content_name) {
+            Some(Value::Null) if !says_more => {
+                let problem = format!("it is null, and the {role} message has no tool_calls");
+                return Err(RowError::bad(
+                    format!("{place}.{content_name}"),
+                    problem,
+                    "a string or a list of text parts",
+                )
+                .remedy(SKIP_HINT));
+            }
             Some(content) => Some(flat_content(content, &format!("{place}.{content_name}"))?),
-            None if given.contains_key("tool_calls") || given.contains_key("reasoning_content") => None,
+            None if says_more => None,
             None => {
                 return Err(RowError::bad(
                     place,
@@ -410,9 +508,8 @@ impl Parser {
         if theirs == "function_call" && role == "assistant" {
             call_of_text(&mut fields);
         }
-        for (key, value) in given {
-            fields.insert(key, value);
-        }
+        // Tables fill every column: a field without a value is none.
+        fields.extend(given.into_iter().filter(|(_, value)| !value.is_null()));
         alias_reasoning(&mut fields);
         Ok(Message { role, fields, train, weight })
     }
@@ -522,6 +619,115 @@ impl Parser {
     }
 }
 
+impl Parser {
+    fn segments(&self, row: &mut Map<String, Value>) -> RowResult<Content> {
+        let name = self.name("segments", row);
+        let list = match row.remove(&name) {
+            Some(Value::Array(list)) => list,
+            Some(Value::Null) | None => return Err(self.missing(&name, row)),
+            Some(other) => {
+                return Err(RowError::bad(&name, kind_of(&other), "a list of {text, label}").remedy(SKIP_HINT));
+            }
+        };
+        let mut segments = Vec::with_capacity(list.len());
+        for (index, segment) in list.into_iter().enumerate() {
+            let place = format!("{name}[{index}]");
+            let wanted = "{\"text\": a string, \"label\": true (learned) or false (read)}";
+            let Value::Object(mut segment) = segment else {
+                return Err(RowError::bad(place, kind_of(&segment), wanted).remedy(SKIP_HINT));
+            };
+            let (text, label) = (self.name("text", &segment), self.name("label", &segment));
+            match (segment.remove(&text), segment.remove(&label)) {
+                (Some(Value::String(text)), Some(Value::Bool(label))) => segments.push((text, label)),
+                (Some(Value::String(_)), other) => {
+                    let problem = other.map_or("it is missing", |other| kind_of(&other));
+                    return Err(RowError::bad(format!("{place}.{label}"), problem, wanted).remedy(SKIP_HINT));
+                }
+                (other, _) => {
+                    let problem = other.map_or("it is missing", |other| kind_of(&other));
+                    return Err(RowError::bad(format!("{place}.{text}"), problem, wanted).remedy(SKIP_HINT));
+                }
+            }
+        }
+        if segments.iter().all(|(text, _)| text.is_empty()) {
+            return Err(RowError::new(Reason::Empty, name, "no text"));
+        }
+        Ok(Content::Segments(segments))
+    }
+
+    /// Ids of a tokenizer of the user's own run: what transformers' collators take, labels not shifted.
+    fn tokens(&self, row: &mut Map<String, Value>) -> RowResult<Content> {
+        let ids_name = self.name("input_ids", row);
+        let Some(ids) = numbers(row, &ids_name)? else { return Err(self.missing(&ids_name, row)) };
+        let mut list = |ours: &str| -> RowResult<Option<(String, Vec<i64>)>> {
+            let name = self.name(ours, row);
+            let Some(list) = numbers(row, &name)? else { return Ok(None) };
+            if list.len() == ids.len() {
+                return Ok(Some((name, list)));
+            }
+            let problem = format!("it has {} entries, and {ids_name} has {}", list.len(), ids.len());
+            Err(RowError::bad(name, problem, "an entry a token").remedy(SKIP_HINT))
+        };
+        let (labels, mask, attention) = (list("labels")?, list("mask")?, list("attention_mask")?);
+        let (mut kept, mut trained) = (Vec::with_capacity(ids.len()), Vec::with_capacity(ids.len()));
+        for (index, id) in ids.iter().enumerate() {
+            if attention.as_ref().is_some_and(|(_, list)| list[index] == 0) {
+                continue; // Filled up by whoever made the row.
+            }
+            let Ok(id) = u32::try_from(*id) else {
+                let problem = format!("{id} is no token id");
+                return Err(RowError::bad(format!("{ids_name}[{index}]"), problem, "ids from 0 up").remedy(SKIP_HINT));
+            };
+            let mut learned = true;
+            if let Some((name, list)) = &labels {
+                learned = list[index] != -100;
+                if learned && list[index] != i64::from(id) {
+                    let problem = format!("{} is neither -100 nor the token at its place ({id})", list[index]);
+                    return Err(RowError::bad(
+                        format!("{name}[{index}]"),
+                        problem,
+                        "labels as transformers takes them",
+                    )
+                    .remedy(
+                        "do not shift labels: rft shifts them itself; or skip bad rows with data.on_error = \"skip\"",
+                    ));
+                }
+            }
+            learned &= mask.as_ref().is_none_or(|(_, list)| list[index] != 0);
+            kept.push(id);
+            trained.push(learned);
+        }
+        if kept.is_empty() {
+            return Err(RowError::new(Reason::Empty, ids_name, "no tokens"));
+        }
+        Ok(Content::Tokens(kept, trained))
+    }
+}
+
+/// A list of whole numbers (or of true and false, as 1 and 0); none where the field is missing or null.
+fn numbers(row: &mut Map<String, Value>, name: &str) -> RowResult<Option<Vec<i64>>> {
+    let list = match row.remove(name) {
+        None | Some(Value::Null) => return Ok(None),
+        Some(Value::Array(list)) => list,
+        Some(other) => return Err(RowError::bad(name, kind_of(&other), "a list of whole numbers").remedy(SKIP_HINT)),
+    };
+    let number = |(index, value): (usize, &Value)| match value {
+        Value::Bool(flag) => Ok(i64::from(*flag)),
+        value => value.as_i64().ok_or_else(|| {
+            RowError::bad(format!("{name}[{index}]"), format!("{} is no whole number", kind_of(value)), "whole numbers")
+                .remedy(SKIP_HINT)
+        }),
+    };
+    list.iter().enumerate().map(number).collect::<RowResult<Vec<i64>>>().map(Some)
+}
+
+/// Whether a message says something beside its content: calls of tools, or reasoning.
+fn says_more(message: &Map<String, Value>) -> bool {
+    let calls = message.get("tool_calls").and_then(Value::as_array).is_some_and(|calls| !calls.is_empty());
+    let thought = |name: &&str| message.get(*name).and_then(Value::as_str).is_some_and(|text| !text.trim().is_empty());
+    calls || ["reasoning_content", "thinking", "reasoning"].iter().any(thought)
+}
+
 fn utf8(bytes: &[u8]) -> RowResult<&str> {
     std::str::from_utf8(bytes).map_err(|e| {
         RowError::bad("", format!("not UTF-8 at byte {} of the line", e.valid_up_to()), "text in UTF-8")
@@ -529,9 +735,33 @@ fn utf8(bytes: &[u8]) -> RowResult<&str> {
     })
 }
 
-/// A row as a JSON object.
-pub(crate) fn parse_object(bytes: &[u8]) -> RowResult<Map<String, Value>> {
-    match serde_json::from_str(utf8(bytes)?) {
+/// A row as a JSON object. A field that is nested too deeply for a tree is left out where nothing uses it.
+pub(crate) fn parse_object(bytes: &[u8], uses: &dyn Fn(&str) -> bool) -> RowResult<Map<String, Value>> {
+    let text = utf8(bytes)?;
+    match serde_json::from_str(text) {
+        Err(e) if e.to_string().starts_with("recursion limit") => {
+            let fields: BTreeMap<String, Box<RawValue>> = match serde_json::from_str(text) {
+                Ok(fields) => fields,
+                Err(_) => {
+                    return Err(
+                        RowError::bad("", "the row is nested too deeply", "a JSON object a line").remedy(SKIP_HINT)
+                    );
+                }
+            };
+            let mut row = Map::new();
+            for (name, raw) in fields {
+                match serde_json::from_str(raw.get()) {
+                    Ok(value) => {
+                        row.insert(name, value);
+                    }
+                    Err(_) if uses(&name) => {
+                        return Err(RowError::bad(name, "it is nested over 128 levels deep", "less").remedy(SKIP_HINT));
+                    }
+                    Err(_) => {}
+                }
+            }
+            Ok(row)
+        }
         Ok(Value::Object(row)) => Ok(row),
         Ok(other) => {
             Err(RowError::bad("", kind_of(&other).replacen("it", "the row", 1), "a JSON object").remedy(SKIP_HINT))
@@ -606,7 +836,7 @@ fn flat_content(content: Value, place: &str) -> RowResult<Value> {
     }
 }
 
-fn plain_message(role: &str, content: &str) -> Message {
+pub(crate) fn plain_message(role: &str, content: &str) -> Message {
     let mut fields = Map::new();
     fields.insert("role".into(), role.into());
     fields.insert("content".into(), content.into());

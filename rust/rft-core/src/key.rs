@@ -8,7 +8,7 @@ use crate::readers;
 use crate::spec::{FORMAT_VERSION, Source, Spec};
 
 /// Version of the code that turns rows into tokens: raised when the same input gives other tokens or masks.
-const CODE_VERSION: u32 = 1;
+const CODE_VERSION: u32 = 2;
 
 /// xxh3-64 as 16 hex digits.
 pub fn hex(hash: u64) -> String {
@@ -56,6 +56,8 @@ pub fn inputs(spec: &Spec, hashes: &[String]) -> Value {
         "template": spec.template.as_ref().map(|text| hex(xxh3_64(text.as_bytes()))),
         "renderer": spec.renderer,
         "train_on": spec.train_on,
+        "thinking": spec.thinking,
+        "end_of_turn": spec.end_of_turn,
         "on_error": spec.on_error,
         "control_tokens": spec.control_tokens,
         "holdout": spec.holdout,

@@ -6,6 +6,7 @@
 
 #![warn(missing_docs)]
 
+pub mod balance;
 pub mod batch;
 pub mod chat;
 pub mod counts;
@@ -14,6 +15,7 @@ pub mod error;
 pub mod example;
 pub mod jsonl;
 pub mod key;
+pub mod lean;
 pub mod order;
 pub mod pack;
 pub mod pipeline;

@@ -8,42 +8,16 @@ use std::sync::Arc;
 use xxhash_rust::xxh3::Xxh3;
 
 use crate::error::{Error, Kind, Result};
-use crate::order::Random;
-use crate::pack::{self, Packed};
+pub use crate::pack::Packing;
+use crate::pack::{self, MAX_CAPACITY, Packed};
 use crate::store::Store;
 
 /// Version of the packing: raised when the same arguments give other packs.
-const PLAN_VERSION: u32 = 1;
-/// Bins that best fit keeps open: more gain nothing.
-const OPEN_BINS: usize = 1024;
+const PLAN_VERSION: u32 = 2;
+/// What a token costs beside attention, in squared lengths.
+const LINEAR_COST: u64 = 16_384;
 /// Rows of `packing = "none"` are filled up to a multiple of this.
 pub const ROW_MULTIPLE: usize = 64;
-
-/// How documents share packs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Packing {
-    /// Best fit over open bins in the epoch's order.
-    Stream,
-    /// Best-fit decreasing over the whole set, bins shuffled.
-    Bfd,
-    /// Every document a pack.
-    None,
-}
-
-impl FromStr for Packing {
-    type Err = Error;
-
-    fn from_str(name: &str) -> Result<Packing> {
-        match name {
-            "stream" => Ok(Packing::Stream),
-            "bfd" => Ok(Packing::Bfd),
-            "none" => Ok(Packing::None),
-            _ => {
-                Err(Error::new(Kind::Argument, "packing", format!("{name:?} is unknown")).wanted("stream, bfd or none"))
-            }
-        }
-    }
-}
 
 /// What happens to documents longer than a pack.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -161,35 +135,20 @@ impl Plan {
     /// # Errors
     /// A document longer than a pack under `overlong = error`; no label in any pack.
     pub fn new(store: Arc<Store>, options: PlanOptions) -> Result<Plan> {
-        if options.seq_len == 0 || options.seq_len > 1 << 30 {
+        if options.seq_len == 0 || options.seq_len > MAX_CAPACITY {
             return Err(
-                Error::new(Kind::Argument, "seq_len", format!("{} tokens", options.seq_len)).wanted("1 to 2^30")
+                Error::new(Kind::Argument, "seq_len", format!("{} tokens", options.seq_len)).wanted("1 to 2^24")
             );
         }
-        let mut items = Items::collect(&store, options)?;
-        if options.shuffle {
-            Random::new(options.seed, options.epoch, 0).shuffle(&mut items.codes);
-        }
+        let items = Items::collect(&store, options)?;
         let pieces = items.pieces;
         let length = |code: &u32| piece_of(&store, &pieces, *code).length;
         let lengths: Vec<u32> = items.codes.iter().map(length).collect();
-        let packed = match options.packing {
-            Packing::Stream => pack::best_fit_stream(&lengths, options.seq_len, OPEN_BINS),
-            Packing::Bfd => pack::best_fit_decreasing(&lengths, options.seq_len),
-            Packing::None => Ok(pack::singles(&lengths)),
-        };
-        let mut order = packed.map_err(|long| {
-            Error::new(
-                Kind::Argument,
-                "plan",
-                format!("piece {} has {} tokens, more than a pack", long.index, long.length),
-            )
+        let shuffle = options.shuffle.then_some((options.seed, options.epoch));
+        let mut order = pack::arrange(&lengths, options.seq_len, options.packing, shuffle).map_err(|misfit| {
+            let problem = format!("piece {} has {} tokens, more than a pack", misfit.index, misfit.length);
+            Error::new(Kind::Argument, "plan", problem)
         })?;
-        if options.shuffle && options.packing != Packing::None {
-            let mut bins: Vec<u32> = (0..order.len() as u32).collect();
-            Random::new(options.seed, options.epoch, 1).shuffle(&mut bins);
-            order = order.reordered(&bins);
-        }
         for item in &mut order.items {
             *item = items.codes[*item as usize];
         }
@@ -287,11 +246,7 @@ impl Plan {
 
     /// Tokens over the tokens of the rows that hold them.
     pub fn fill(&self) -> f64 {
-        let row = |tokens: u32| match self.options.packing {
-            Packing::None => padded(tokens as usize, self.options.seq_len as usize) as u64,
-            _ => u64::from(self.options.seq_len),
-        };
-        let room: u64 = self.pack_tokens.iter().map(|tokens| row(*tokens)).sum();
+        let room: u64 = self.pack_tokens.iter().map(|tokens| self.row(*tokens)).sum();
         if room == 0 { 0.0 } else { self.num_tokens() as f64 / room as f64 }
     }
 
@@ -303,6 +258,24 @@ impl Plan {
     /// Pieces of a pack, in the order in which they lie in it.
     pub fn pack(&self, index: usize) -> impl Iterator<Item = Piece> + '_ {
         self.order.bin(index).iter().map(|code| piece_of(&self.store, &self.pieces, *code))
+    }
+
+    /// What a pack costs against others of the plan: its attention, the sum of squared lengths. The rest costs the same for
+    /// rows of one length; rows of their own length (`none`) add it, at the length where both are equal in a model of 1B.
+    pub fn cost(&self, index: usize) -> u64 {
+        let attention = self.pack(index).map(|piece| u64::from(piece.length).pow(2)).sum::<u64>();
+        match self.options.packing {
+            Packing::None => attention + LINEAR_COST * self.row(self.pack_tokens[index]),
+            _ => attention,
+        }
+    }
+
+    /// Length of the row that holds so many tokens.
+    fn row(&self, tokens: u32) -> u64 {
+        match self.options.packing {
+            Packing::None => padded(tokens as usize, self.options.seq_len as usize) as u64,
+            _ => u64::from(self.options.seq_len),
+        }
     }
 
     /// Real tokens of each pack.

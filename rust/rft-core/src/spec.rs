@@ -36,6 +36,12 @@ pub struct Spec {
     /// Which turns are trained on.
     #[serde(default)]
     pub train_on: TrainOn,
+    /// What becomes of reasoning in earlier turns that the template drops.
+    #[serde(default)]
+    pub thinking: Thinking,
+    /// Whether the token that ends a turn is trained on.
+    #[serde(default)]
+    pub end_of_turn: EndOfTurn,
     /// What a bad row does.
     #[serde(default)]
     pub on_error: OnError,
@@ -243,6 +249,32 @@ impl Serialize for TrainOn {
             TrainOn::Roles(roles) => roles.serialize(serializer),
         }
     }
+}
+
+/// What becomes of reasoning in earlier turns that the template drops.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Thinking {
+    /// The chat becomes a document a turn, each with its own reasoning.
+    #[default]
+    Split,
+    /// It is put back where it was.
+    Keep,
+    /// It is dropped, and counted.
+    Template,
+}
+
+/// Whether the token that ends a turn is trained on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum EndOfTurn {
+    /// As the generation tags say; without tags it is.
+    #[default]
+    Auto,
+    /// Also where the tags leave it out.
+    Train,
+    /// It is not.
+    Mask,
 }
 
 /// What a bad row does.

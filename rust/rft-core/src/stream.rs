@@ -1,13 +1,16 @@
 //! This rank's micro-batches, filled ahead by one thread into buffers of the caller.
 //!
-//! Step k of an epoch takes packs `[k * P, (k + 1) * P)` of the plan; within it rank r gets every world-th pack from r
-//! on. Missing packs are fillers, so that every rank has the same number of micro-batches.
+//! Step k of an epoch takes packs `[k * P, (k + 1) * P)` of the plan (behind `first_pack`), dealt to the ranks so that their
+//! costs are even.
+//! Missing packs are fillers, so that every rank has the same number of micro-batches.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
+use crate::balance::deal;
 use crate::batch::{self, Buffers, Filled};
 use crate::error::{Error, Kind, Result};
 use crate::plan::Plan;
@@ -23,6 +26,10 @@ pub struct Share {
     pub micro_batch: usize,
     /// Packs of a step, over all ranks.
     pub packs_per_step: usize,
+    /// Where step 0 begins: behind what was read before the number of packs a step changed; else 0.
+    pub first_pack: usize,
+    /// Whether packs are dealt by cost; else rank r gets every world-th from r on.
+    pub balance: bool,
 }
 
 impl Share {
@@ -46,24 +53,30 @@ impl Share {
 
     /// Steps of an epoch of `num_packs`.
     pub fn num_steps(&self, num_packs: usize) -> usize {
-        num_packs.div_ceil(self.packs_per_step)
+        num_packs.saturating_sub(self.first_pack).div_ceil(self.packs_per_step)
     }
 
     /// Micro-batches of a step on every rank.
     pub fn micro_batches(&self, step: usize, num_packs: usize) -> usize {
-        let left = num_packs.saturating_sub(step * self.packs_per_step).min(self.packs_per_step);
+        let left = num_packs.saturating_sub(self.first_pack + step * self.packs_per_step).min(self.packs_per_step);
         left.div_ceil(self.micro_batch * self.world_size)
     }
 
-    /// Packs of this rank's micro-batch; `None` = filler.
-    pub fn packs(&self, step: usize, micro: usize, num_packs: usize) -> Vec<Option<usize>> {
-        let end = num_packs.min((step + 1) * self.packs_per_step);
-        let pack = |slot: usize| {
-            let index = (micro * self.micro_batch + slot) * self.world_size + self.rank;
-            let pack = step * self.packs_per_step + index;
-            (pack < end).then_some(pack)
-        };
-        (0..self.micro_batch).map(pack).collect()
+    /// This rank's packs of a step, micro-batch after micro-batch; `None` = filler. A function of the step alone.
+    pub fn packs(&self, plan: &Plan, step: usize) -> Vec<Option<usize>> {
+        let start = self.first_pack + step * self.packs_per_step;
+        let end = plan.num_packs().min(start + self.packs_per_step);
+        let each = self.micro_batches(step, plan.num_packs()) * self.micro_batch;
+        if self.balance && self.world_size > 1 {
+            let costs: Vec<u64> = (start..end).map(|pack| plan.cost(pack)).collect();
+            let dealt = deal(&costs, self.world_size, each);
+            return dealt[self.rank * each..(self.rank + 1) * each]
+                .iter()
+                .map(|pack| pack.map(|pack| start + pack))
+                .collect();
+        }
+        let pack = |slot: usize| start + slot * self.world_size + self.rank;
+        (0..each).map(|slot| (pack(slot) < end).then_some(pack(slot))).collect()
     }
 }
 
@@ -97,14 +110,39 @@ pub struct Taken {
     pub filled: Filled,
 }
 
+/// Slots that wake the thread, and micro-batches that wake who waits for one: waking costs as much as filling, so several go
+/// at once where there is more to come.
+const AT_ONCE: usize = 3;
+
 #[derive(Default)]
 struct State {
+    /// Whether the thread waits for slots.
+    idle: bool,
+    /// Callers that wait for a micro-batch.
+    hungry: usize,
     submitted: VecDeque<Slot>,
     filling: bool,
     ready: VecDeque<Taken>,
     failed: Option<Error>,
     finished: bool,
     closed: bool,
+}
+
+impl State {
+    fn enough_to_fill(&self) -> bool {
+        self.submitted.len() >= AT_ONCE || (self.hungry > 0 && !self.submitted.is_empty())
+    }
+
+    fn enough_to_take(&self) -> bool {
+        self.ready.len() >= AT_ONCE || self.submitted.is_empty() || self.failed.is_some() || self.finished
+    }
+
+    /// Whether there is something to wait for in [`Stream::take`], and nothing to take.
+    fn blocks(&self) -> bool {
+        self.ready.is_empty()
+            && !(self.finished || self.closed || self.failed.is_some())
+            && (self.filling || !self.submitted.is_empty())
+    }
 }
 
 #[derive(Default)]
@@ -167,7 +205,11 @@ impl Stream {
             return Err(Error::new(Kind::Argument, "stream", "it is closed"));
         }
         state.submitted.push_back(slot);
-        self.shared.to_fill.notify_one();
+        let wake = state.idle && state.enough_to_fill();
+        drop(state);
+        if wake {
+            self.shared.to_fill.notify_one();
+        }
         Ok(())
     }
 
@@ -177,29 +219,40 @@ impl Stream {
     /// What the thread met; no slot to wait for.
     pub fn take(&self) -> Result<Option<Taken>> {
         self.check_process()?;
+        while !self.wait(Duration::from_secs(3600)) {}
         let mut state = self.shared.lock();
-        loop {
-            if let Some(taken) = state.ready.pop_front() {
-                return Ok(Some(taken));
-            }
-            if let Some(error) = &state.failed {
-                return Err(error.clone());
-            }
-            if state.finished {
-                return Ok(None);
-            }
-            if state.closed {
-                return Err(Error::new(Kind::Argument, "stream", "it is closed"));
-            }
-            if state.submitted.is_empty() && !state.filling {
-                return Err(Error::new(
-                    Kind::Argument,
-                    "stream",
-                    "no buffers were submitted, so there is nothing to wait for",
-                ));
-            }
-            state = self.shared.to_take.wait(state).unwrap_or_else(|poisoned| poisoned.into_inner());
+        if let Some(taken) = state.ready.pop_front() {
+            return Ok(Some(taken));
         }
+        if let Some(error) = &state.failed {
+            return Err(error.clone());
+        }
+        if state.finished {
+            return Ok(None);
+        }
+        let problem =
+            if state.closed { "it is closed" } else { "no buffers were submitted, so there is nothing to wait for" };
+        Err(Error::new(Kind::Argument, "stream", problem))
+    }
+
+    /// Whether [`Stream::take`] would return at once; waits for that, but no longer than `at_most`: who waits for a slow disk
+    /// can look for signals in between.
+    pub fn wait(&self, at_most: Duration) -> bool {
+        if self.process != std::process::id() {
+            return true; // `take` says what is wrong
+        }
+        let mut state = self.shared.lock();
+        if !state.blocks() {
+            return true;
+        }
+        state.hungry += 1;
+        if state.idle {
+            self.shared.to_fill.notify_one();
+        }
+        let waited = self.shared.to_take.wait_timeout_while(state, at_most, |state| state.blocks());
+        let (mut state, waited) = waited.unwrap_or_else(|poisoned| poisoned.into_inner());
+        state.hungry -= 1;
+        !waited.timed_out()
     }
 
     /// Stops the thread and waits for it; afterwards no buffer is written to. Twice is fine.
@@ -250,13 +303,12 @@ struct Filler {
 
 impl Filler {
     fn run(&self, start_step: usize) {
-        let num_packs = self.plan.num_packs();
         for step in start_step..self.num_steps {
-            let count = self.share.micro_batches(step, num_packs);
-            for micro in 0..count {
+            let packs = self.share.packs(&self.plan, step);
+            let count = packs.len() / self.share.micro_batch;
+            for (micro, packs) in packs.chunks(self.share.micro_batch).enumerate() {
                 let Some(slot) = self.next_slot() else { return };
-                let packs = self.share.packs(step, micro, num_packs);
-                let result = catch_unwind(AssertUnwindSafe(|| self.fill(&packs, slot))).unwrap_or_else(|panic| {
+                let result = catch_unwind(AssertUnwindSafe(|| self.fill(packs, slot))).unwrap_or_else(|panic| {
                     Err(Error::new(Kind::Store, "stream", format!("the thread failed: {}", told(&panic))))
                 });
                 let mut state = self.shared.lock();
@@ -268,9 +320,11 @@ impl Filler {
                     }
                     Err(error) => state.failed = Some(error),
                 }
-                let failed = state.failed.is_some();
+                let (failed, wake) = (state.failed.is_some(), state.hungry > 0 && state.enough_to_take());
                 drop(state);
-                self.shared.to_take.notify_all();
+                if wake {
+                    self.shared.to_take.notify_all();
+                }
                 if failed {
                     return;
                 }
@@ -283,16 +337,18 @@ impl Filler {
     /// Waits for a slot; none when the stream is closed.
     fn next_slot(&self) -> Option<Slot> {
         let mut state = self.shared.lock();
-        loop {
-            if state.closed {
-                return None;
-            }
-            if let Some(slot) = state.submitted.pop_front() {
-                state.filling = true;
-                return Some(slot);
-            }
-            state = self.shared.to_fill.wait(state).unwrap_or_else(|poisoned| poisoned.into_inner());
+        if state.submitted.is_empty() {
+            // Asleep until there are several: awake it fills all that there are.
+            state.idle = true;
+            let woken = self.shared.to_fill.wait_while(state, |state| !state.closed && !state.enough_to_fill());
+            state = woken.unwrap_or_else(|poisoned| poisoned.into_inner());
+            state.idle = false;
         }
+        if state.closed {
+            return None;
+        }
+        state.filling = true;
+        state.submitted.pop_front()
     }
 
     fn fill(&self, packs: &[Option<usize>], slot: Slot) -> Result<Filled> {

@@ -11,6 +11,7 @@ use minijinja::value::{Kwargs, Rest, Tuple, Value, ValueKind, from_args};
 use minijinja::{Environment, Error as JinjaError, ErrorKind, State};
 use serde_json::Value as Json;
 
+use crate::chat::{self, Looks};
 use crate::error::{Error, Kind, Result};
 use crate::pytext;
 
@@ -24,7 +25,7 @@ pub const SPAN_END: char = '\u{fdd2}';
 pub const CONTENT_EDGE: char = '\u{fdd3}';
 
 /// Work of one render: about this many instructions, or 64 times as many bytes.
-const FUEL: u64 = 20_000_000;
+const FUEL: u64 = 5_000_000;
 const NAME: &str = "chat_template";
 const FILTER: &str = "__rft_generation";
 
@@ -97,6 +98,15 @@ impl Template {
         let extra: Vec<(String, Value)> = given.map(|(name, value)| (name.clone(), to_value(value))).collect();
         self.render(messages, &extra, add_generation_prompt)
     }
+}
+
+/// What a template looks at in contents; none where that cannot be told.
+pub fn looks(source: &str, parts: bool) -> Option<Looks> {
+    chat::looks(&rewrite_tags(source).0, syntax()?, parts)
+}
+
+fn syntax() -> Option<SyntaxConfig> {
+    SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build().ok()
 }
 
 /// Whether a template has generation tags.
@@ -200,7 +210,7 @@ fn describe(error: &JinjaError) -> String {
 
 fn environment() -> Environment<'static> {
     let mut env = Environment::new();
-    if let Ok(syntax) = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build() {
+    if let Some(syntax) = syntax() {
         env.set_syntax(syntax);
     }
     env.set_fuel(Some(FUEL));
@@ -217,6 +227,12 @@ fn environment() -> Environment<'static> {
     env.add_filter(FILTER, |text: &str| format!("{SPAN_START}{text}{SPAN_END}"));
     env.add_filter("tojson", |value: &Value, indent: Option<Value>, kwargs: Kwargs| {
         pytext::json_dumps(value, &pytext::JsonStyle::from_kwargs(indent, &kwargs)?)
+    });
+    // Python strips four separators that Unicode does not call white space.
+    env.add_filter("trim", |text: &Value, chars: Option<String>| {
+        let text = text.as_str().map_or_else(|| pytext::str_of(text), str::to_string);
+        text.trim_matches(|c: char| chars.as_ref().map_or_else(|| is_python_space(c), |set| set.contains(c)))
+            .to_string()
     });
     env.add_filter("string", |value: &Value| pytext::str_of(value));
     // minijinja says that none can be iterated and that only lists are sequences; jinja2 asks Python.

@@ -1,9 +1,11 @@
 //! Text and trained spans -> ids, a trained bit each, and weights.
 
-use crate::chat::{Masked, Method, Span};
+use std::sync::Arc;
+
+use crate::chat::{Filled, Masked, Method, Span};
 use crate::error::Error;
 use crate::example::{Reason, RowError};
-use crate::spec::{ControlPolicy, Spec};
+use crate::spec::{ControlPolicy, EndOfTurn, Spec};
 use crate::tokenizer::{Encoded, Tokenizer, Unmarked};
 
 /// A document, ready for the store.
@@ -21,6 +23,21 @@ pub struct Tokens {
     pub spelled: bool,
     /// How the spans were found; none for raw text.
     pub method: Option<Method>,
+    /// Messages to be trained on whose reasoning the template does not write.
+    pub lost: u32,
+    /// What is told of the row, in its first document.
+    pub facts: Facts,
+}
+
+/// What is told of a row.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Facts {
+    /// Roles of its messages, a bit each, as in [`ROLES`](crate::example::ROLES).
+    pub roles: u8,
+    /// Fields of it that are not used.
+    pub unused: Arc<[String]>,
+    /// Whether it has tools that the template does not write.
+    pub tools_ignored: bool,
 }
 
 type RowResult<T> = std::result::Result<T, RowError>;
@@ -65,10 +82,48 @@ pub fn of_raw(tokenizer: &Tokenizer, spec: &Spec, prompt: Option<&str>, text: &s
     if ids.last() != Some(&eos) {
         ids.push(eos);
     }
-    let trained = (0..ids.len()).map(|index| index >= read).collect();
+    let mut trained: Vec<bool> = (0..ids.len()).map(|index| index >= read).collect();
+    if prompt.is_some() && spec.end_of_turn == EndOfTurn::Mask {
+        trained.pop();
+        trained.push(false);
+        if !trained.contains(&true) {
+            return Err(untrained("its end token alone would be trained on"));
+        }
+    }
     let spelled = !allow && [prompt.unwrap_or_default(), text].iter().any(|text| tokenizer.control().is_spelled(text));
     let weights = (weight != 1.0).then(|| vec![weight; ids.len()]);
-    Ok(Tokens { ids, trained, weights, straddling: 0, spelled, method: None })
+    Ok(Tokens { ids, trained, weights, straddling: 0, spelled, method: None, lost: 0, facts: Facts::default() })
+}
+
+/// Raw texts, each tokenised for itself, control tokens recognised: the row writes them on purpose. Begin of text is put in
+/// front where the tokenizer adds it, and nothing at the end.
+pub fn of_segments(tokenizer: &Tokenizer, spec: &Spec, segments: &[(String, bool)], weight: f32) -> RowResult<Tokens> {
+    let (mut ids, mut trained) = (Vec::new(), Vec::new());
+    for (text, label) in segments {
+        let encoded = tokenizer.encode(text).map_err(tokenizer_error)?;
+        trained.resize(trained.len() + encoded.ids.len(), *label);
+        ids.extend(encoded.ids);
+    }
+    if let Some(bos) = spec.tokenizer.bos_id.filter(|_| spec.tokenizer.add_bos)
+        && ids.first() != Some(&bos)
+    {
+        ids.insert(0, bos);
+        trained.insert(0, false);
+    }
+    of_ids(ids, trained, weight)
+}
+
+/// Tokens as a row states them.
+pub fn of_ids(ids: Vec<u32>, trained: Vec<bool>, weight: f32) -> RowResult<Tokens> {
+    if weight == 0.0 {
+        return Err(untrained("its loss_weight is 0"));
+    }
+    if !trained.contains(&true) {
+        return Err(untrained("no token of it is trained on"));
+    }
+    let weights = (weight != 1.0).then(|| vec![weight; ids.len()]);
+    let method = Some(Method::Stated);
+    Ok(Tokens { ids, trained, weights, straddling: 0, spelled: false, method, lost: 0, facts: Facts::default() })
 }
 
 /// A rendered chat, exactly as the template wrote it. A token that overlaps a trained span is trained on.
@@ -80,7 +135,18 @@ pub fn of_chat(tokenizer: &Tokenizer, masked: &Masked) -> RowResult<Tokens> {
         .iter()
         .map(|span| Span { start: clean.position(span.start), end: clean.position(span.end), ..*span })
         .collect();
-    let tokens = mask(encoded, &spans, masked.method, tokenizer);
+    let tokens = Tokens {
+        lost: masked.lost,
+        facts: Facts { tools_ignored: masked.tools_ignored, ..Facts::default() },
+        ..mask(encoded, &spans, masked.method, tokenizer)
+    };
+    if tokens.trained.iter().any(|bit| *bit) { Ok(tokens) } else { Err(untrained("no token of it is trained on")) }
+}
+
+/// A chat that was filled in: no mark is in it, and its control tokens are the template's.
+pub fn of_filled(tokenizer: &Tokenizer, filled: &Filled, method: Method) -> RowResult<Tokens> {
+    let encoded = tokenizer.encode(&filled.text).map_err(tokenizer_error)?;
+    let tokens = mask(encoded, &filled.spans, method, tokenizer);
     if tokens.trained.iter().any(|bit| *bit) { Ok(tokens) } else { Err(untrained("no token of it is trained on")) }
 }
 
@@ -108,5 +174,5 @@ fn mask(encoded: Encoded, spans: &[Span], method: Method, tokenizer: &Tokenizer)
         let goes_on = spans.get(next + 1).is_some_and(|after| after.start == span.end && end <= after.end);
         straddling += u64::from(!inside && !goes_on && !tokenizer.control().is_control(ids[index]));
     }
-    Tokens { ids, trained, weights, straddling, spelled: false, method: Some(method) }
+    Tokens { ids, trained, weights, straddling, spelled: false, method: Some(method), lost: 0, facts: Facts::default() }
 }

@@ -1,5 +1,7 @@
 //! `Stream`.
 
+use std::time::Duration;
+
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 use rft_core::stream::{self, Share, Slot, Taken};
@@ -7,13 +9,16 @@ use rft_core::stream::{self, Share, Slot, Taken};
 use crate::error::to_py;
 use crate::plan::Plan;
 
+/// How long Ctrl-C may go unnoticed while the disk is waited for.
+const SIGNALS_EVERY: Duration = Duration::from_millis(100);
+
 #[pyclass(frozen, module = "rft._native")]
 pub struct Stream(stream::Stream);
 
 #[pymethods]
 impl Stream {
     #[new]
-    #[pyo3(signature = (plan, *, rank, world_size, micro_batch, packs_per_step, start_step, pad_id, capacity))]
+    #[pyo3(signature = (plan, *, rank, world_size, micro_batch, packs_per_step, start_step, pad_id, capacity, first_pack=0, balance=true))]
     #[allow(clippy::too_many_arguments)]
     fn new(
         plan: &Plan,
@@ -24,8 +29,10 @@ impl Stream {
         start_step: usize,
         pad_id: i64,
         capacity: usize,
+        first_pack: usize,
+        balance: bool,
     ) -> PyResult<Self> {
-        let share = Share { rank, world_size, micro_batch, packs_per_step };
+        let share = Share { rank, world_size, micro_batch, packs_per_step, first_pack, balance };
         stream::Stream::new(plan.0.clone(), share, start_step, pad_id, capacity).map(Stream).map_err(to_py)
     }
 
@@ -51,6 +58,9 @@ impl Stream {
     }
 
     fn take<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {
+        while !py.detach(|| self.0.wait(SIGNALS_EVERY)) {
+            py.check_signals()?;
+        }
         let taken = py.detach(|| self.0.take()).map_err(to_py)?;
         taken.map(|taken| to_dict(py, &taken)).transpose()
     }

@@ -1,42 +1,32 @@
 //! Where a message starts and ends in the whole chat, from renders of growing parts of it.
 
-use super::{Edge, Job, Method, Request, RowResult, Span, content_of, edge_of, untold};
+use super::{Edge, Job, Method, Request, Span, Told, content_of, untold};
 use crate::template::CONTENT_EDGE;
 use crate::tokenizer::ControlTokens;
 
 impl Job {
     /// Spans of chosen messages; none while more renders are needed.
-    pub(super) fn region_spans(
-        &mut self,
-        text: &str,
-        control: &ControlTokens,
-        all: bool,
-    ) -> RowResult<Option<Vec<Span>>> {
+    pub(super) fn region_spans(&mut self, view: usize, text: &str, control: &ControlTokens) -> Told<Option<Vec<Span>>> {
         let mut spans = Vec::new();
-        for index in 0..self.chat.messages.len() {
-            let tagged = self.method == Method::Tags && self.chat.messages[index].role == "assistant";
-            if !self.selected[index] || tagged {
+        for index in 0..self.views[view].upto {
+            let tagged = self.views[view].method == Method::Tags && self.chat.messages[index].role == "assistant";
+            if !self.views[view].selected[index] || tagged {
                 continue;
             }
             // Both may ask for renders: ask for those of all messages in one round.
-            let start = self.region_start(index, text, control, all)?;
-            let end = self.region_end(index, text, control, all)?;
+            let start = self.region_start(view, index, text, control)?;
+            let end = self.region_end(view, index, text, control)?;
             let (Some(start), Some(end)) = (start, end) else { continue };
             // A turn without any text may end with its header.
-            spans.push(Span { start, end: end.max(start), weight: self.weights[index] });
+            let (weight, message) = (self.weights[index], Some(index as u32));
+            spans.push(Span { start, end: end.max(start), weight, message });
         }
         Ok(if self.pending.is_empty() { Some(spans) } else { None })
     }
 
     /// Where a message starts: behind what the model reads before it.
-    fn region_start(
-        &mut self,
-        index: usize,
-        text: &str,
-        control: &ControlTokens,
-        all: bool,
-    ) -> RowResult<Option<usize>> {
-        let before = self.before(index, all);
+    fn region_start(&mut self, view: usize, index: usize, text: &str, control: &ControlTokens) -> Told<Option<usize>> {
+        let before = self.before(index);
         if index == 0 && !before.prompt {
             return Ok(Some(0));
         }
@@ -56,30 +46,30 @@ impl Job {
         // The generation prompt says more than the whole chat does there (as when it opens a block of reasoning that
         // an answer without reasoning lacks). The header is what both have in common, if that reaches beyond the
         // content before and not into the message's own, of which marks tell.
-        let Some(first) = self.edge(index, Edge::Start, &problem)? else { return Ok(None) };
+        let Some(first) = self.edge(view, index, Edge::Start, &problem)? else { return Ok(None) };
         let low = if index == 0 {
             0
         } else {
-            let Some(low) = self.edge(index - 1, Edge::End, &problem)? else { return Ok(None) };
+            let Some(low) = self.edge(view, index - 1, Edge::End, &problem)? else { return Ok(None) };
             low
         };
         let common = common_prefix(text, &read);
         if common < low || first < low {
             return Err(untold(&problem));
         }
-        self.method = Method::PromptDiffers;
+        self.set_method(view, Method::PromptDiffers);
         Ok(Some(if common < first { header_end(text, low, common, control) } else { first }))
     }
 
     /// Where the content of a message starts or ends in the whole chat; none if the render that tells was only now asked
     /// for.
-    fn edge(&mut self, index: usize, edge: Edge, problem: &str) -> RowResult<Option<usize>> {
-        let request = Request { marked: Some((index, edge)), ..self.whole() };
+    fn edge(&mut self, view: usize, index: usize, edge: Edge, problem: &str) -> Told<Option<usize>> {
+        let request = Request { marked: Some((index, edge)), ..Request::part(self.views[view].upto) };
         if self.renders.contains_key(&request) {
-            let plain = &self.whole_render()?.text;
+            let plain = &self.whole_render(view)?.text;
             return self.mark_in(&request, plain).map(Some).ok_or_else(|| untold(problem));
         }
-        if content_of(&self.chat.messages[index], edge).and_then(|content| edge_of(content, edge)).is_none() {
+        if content_of(&self.chat.messages[index], edge).is_none() {
             return Err(untold(problem));
         }
         self.ask(request);
@@ -87,17 +77,17 @@ impl Job {
     }
 
     /// Where a message ends: with its last control token if only white space follows.
-    fn region_end(&mut self, index: usize, text: &str, control: &ControlTokens, all: bool) -> RowResult<Option<usize>> {
+    fn region_end(&mut self, view: usize, index: usize, text: &str, control: &ControlTokens) -> Told<Option<usize>> {
         let part = Request::part(index + 1);
         let Some(upto) = self.renders.get(&part).map(|render| render.text.clone()) else { return Ok(None) };
         if text.starts_with(&upto) {
-            return Ok(Some(if all { upto.len() } else { control.turn_end(text, 0, upto.len()) }));
+            return Ok(Some(if self.all { upto.len() } else { control.turn_end(text, 0, upto.len()) }));
         }
         // The template writes a turn differently once others follow (as when it drops old reasoning): find the end of
         // its content by a mark, in the whole chat and in the chat that ends with it, and what follows it in both.
         let problem = format!("the chat template writes message {} differently once others follow it", index + 1);
         let in_part = Request { marked: Some((index, Edge::End)), ..part };
-        let Some(at) = self.edge(index, Edge::End, &problem)? else {
+        let Some(at) = self.edge(view, index, Edge::End, &problem)? else {
             self.ask(in_part);
             return Ok(None);
         };
@@ -112,7 +102,15 @@ impl Job {
         if common < rest_part.len() && !control.is_spelled(&rest[..common]) {
             return Err(untold(&problem));
         }
+        self.set_method(view, Method::HistoryDiffers);
         Ok(Some(control.turn_end(text, at, at + common)))
+    }
+
+    fn set_method(&mut self, view: usize, method: Method) {
+        // Spans of other roles beside tagged ones leave the method what it is.
+        if self.views[view].method != Method::Tags {
+            self.views[view].method = method;
+        }
     }
 
     /// Where the content's mark lies, if the render is otherwise the plain one.

@@ -162,6 +162,11 @@ impl Store {
         self.within(range).map_or(TrainedRuns::none(), |(shard, range)| shard.trained_runs(range))
     }
 
+    /// The trained bits of the 64 tokens from `token` on, lowest first. Bits behind the document's end mean nothing.
+    pub fn trained_bits(&self, token: usize) -> u64 {
+        self.within(token..token + 1).map_or(0, |(shard, range)| shard.trained_bits(range.start))
+    }
+
     /// The weights of a range of tokens, little-endian; none where every token of its shard weighs 1.
     pub fn weights(&self, range: Range<usize>) -> Option<&[[u8; 4]]> {
         self.within(range).and_then(|(shard, range)| shard.weights(range))

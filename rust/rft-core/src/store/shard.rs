@@ -284,6 +284,21 @@ impl Shard {
         TrainedRuns { bits: self.bits(), spans: &spans[from..], start: range.start, at: range.start, end: range.end }
     }
 
+    /// The trained bits of the 64 tokens from `token` on, lowest first; zeros behind the shard's end.
+    pub fn trained_bits(&self, token: usize) -> u64 {
+        if let Some(mask) = self.bits() {
+            let mut bytes = [0; 9];
+            let from = &mask[token / 8..mask.len().min(token / 8 + 9)];
+            bytes[..from.len()].copy_from_slice(from);
+            let [low @ .., high] = bytes;
+            let shift = token % 8;
+            let high = if shift == 0 { 0 } else { u64::from(high) << (64 - shift) };
+            return u64::from_le_bytes(low) >> shift | high;
+        }
+        let runs = self.trained_runs(token..token + 64);
+        runs.fold(0, |bits, run| bits | (u64::MAX >> (64 - run.len())) << run.start)
+    }
+
     /// Number of trained bits in a range of tokens.
     pub fn count_trained(&self, range: Range<usize>) -> u32 {
         let Some(mask) = self.bits() else {

@@ -42,6 +42,11 @@ impl ControlTokens {
         Ok(ControlTokens { tokens, ids, every, longest, heads, tails, max_len })
     }
 
+    /// How they are spelled.
+    pub fn texts(&self) -> &[String] {
+        &self.tokens
+    }
+
     /// Whether there is none.
     pub fn is_empty(&self) -> bool {
         self.tokens.is_empty()

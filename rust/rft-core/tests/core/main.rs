@@ -2,12 +2,14 @@
 
 #![allow(clippy::unwrap_used)]
 
+mod fuzz;
 mod jsonl;
 mod masks;
 mod pack;
 mod plan;
 mod prepare;
 mod readers;
+mod shapes;
 mod store;
 mod stream;
 mod support;

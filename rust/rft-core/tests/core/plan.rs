@@ -50,7 +50,7 @@ fn overlong_rows_are_split_cut_or_named_and_always_counted() {
 
 #[test]
 fn a_small_set_is_one_pack() {
-    for packing in [Packing::Stream, Packing::Bfd] {
+    for packing in [Packing::Stream, Packing::Bfd, Packing::Even, Packing::Sequential] {
         let (_folder, store) = all_trained(&[10, 20, 20]);
         let plan = Plan::new(store, PlanOptions { packing, ..options(4096) }).unwrap();
         assert_eq!((plan.num_packs(), plan.num_tokens(), plan.num_label_tokens()), (1, 50, 47));
@@ -83,6 +83,8 @@ fn the_plan_follows_each_of_its_arguments() {
     let others = [
         PlanOptions { seq_len: 255, ..base },
         PlanOptions { packing: Packing::Bfd, ..base },
+        PlanOptions { packing: Packing::Even, ..base },
+        PlanOptions { packing: Packing::Sequential, ..base },
         PlanOptions { packing: Packing::None, ..base },
         PlanOptions { overlong: Overlong::Drop, ..base },
         PlanOptions { seed: 8, ..base },
@@ -90,7 +92,7 @@ fn the_plan_follows_each_of_its_arguments() {
         PlanOptions { shuffle: false, ..base },
     ];
     let hashes: HashSet<String> = others.into_iter().chain([base]).map(hash).collect();
-    assert_eq!(hashes.len(), 8);
+    assert_eq!(hashes.len(), 10);
     assert_eq!(hash(base), hash(base));
 }
 
@@ -131,9 +133,10 @@ fn batch_ratio(packing: Packing) -> f64 {
 
 #[test]
 fn stream_batches_are_composed_as_random_ones_and_bfd_batches_are_not() {
-    let (stream, bfd) = (batch_ratio(Packing::Stream), batch_ratio(Packing::Bfd));
-    assert!(stream < 1.8, "{stream}");
+    let (stream, bfd, even) = (batch_ratio(Packing::Stream), batch_ratio(Packing::Bfd), batch_ratio(Packing::Even));
+    assert!((0.7..1.4).contains(&stream), "{stream}");
     assert!(bfd > 5.0, "{bfd}");
+    assert!(even < 0.5, "{even}");
 }
 
 proptest! {
@@ -142,14 +145,14 @@ proptest! {
     #[test]
     fn every_token_is_in_one_pack_or_counted(
         documents in prop::collection::vec(prop::collection::vec(any::<bool>(), 1..60), 1..40),
-        seq_len in 2u32..50, packing in 0usize..3, overlong in 0usize..3, epoch in 0u64..3, shuffle: bool,
+        seq_len in 2u32..50, packing in 0usize..5, overlong in 0usize..3, epoch in 0u64..3, shuffle: bool,
     ) {
         let folder = tempfile::tempdir().unwrap();
         let documents: Vec<_> = documents.into_iter().map(|bits| (vec![5u32; bits.len()], bits)).collect();
         let store = Arc::new(set_of(&folder.path().join("set"), &documents, None));
         let options = PlanOptions {
             seq_len,
-            packing: [Packing::Stream, Packing::Bfd, Packing::None][packing],
+            packing: [Packing::Stream, Packing::Bfd, Packing::Even, Packing::Sequential, Packing::None][packing],
             overlong: [Overlong::Split, Overlong::Truncate, Overlong::Drop][overlong],
             seed: 3,
             epoch,

@@ -191,6 +191,11 @@ proptest! {
             let own = if index % 2 == 1 { weight.unwrap_or(1.0) } else { 1.0 };
             prop_assert!(store.range(index).all(|token| store.weight(token) == own));
             prop_assert_eq!(store.origin(index).1, index as u64 + 1);
+            for (start, token) in store.range(index).enumerate() {
+                let bits = wanted.1[start..].iter().take(64).rev().fold(0u64, |bits, bit| bits << 1 | u64::from(*bit));
+                let known = u64::MAX >> (64 - (wanted.1.len() - start).min(64));
+                prop_assert_eq!(store.trained_bits(token) & known, bits);
+            }
             for start in [0, wanted.1.len() / 3] {
                 let range = store.range(index).start + start..store.range(index).end;
                 let mut bits = vec![false; range.len()];

@@ -73,7 +73,7 @@ fn plan_of(store: Arc<Store>, seq_len: u32, packing: Packing) -> Arc<Plan> {
 }
 
 fn share(rank: usize, world_size: usize, micro_batch: usize, packs_per_step: usize) -> Share {
-    Share { rank, world_size, micro_batch, packs_per_step }
+    Share { rank, world_size, micro_batch, packs_per_step, first_pack: 0, balance: true }
 }
 
 #[test]
