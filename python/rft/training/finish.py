@@ -20,6 +20,16 @@ def finish(run: Run, recorder: Recorder) -> Result:
     if best_wanted and state.best_step is not None and state.best_step != state.step:
         load_weights(run, state.best_step)
         final_step = state.best_step
+    write_final(run)
+    result = summarise(run, recorder, final_step)
+    if run.is_main:
+        mark_finished(run.run_dir, result.to_json())
+        tell(run, result)
+    return result
+
+
+def write_final(run: Run) -> None:
+    """The weights as they are into `final/`; `rft verify` checks by the same call. Every rank calls it."""
     assert run.source is not None
     assert run.tokenizer is not None
     template = run.prepared.template if run.prepared is not None else None
@@ -35,11 +45,6 @@ def finish(run: Run, recorder: Recorder) -> Result:
         group=run.data_group,
         template=template.source if template is not None else None,
     )
-    result = summarise(run, recorder, final_step)
-    if run.is_main:
-        mark_finished(run.run_dir, result.to_json())
-        tell(run, result)
-    return result
 
 
 def summarise(run: Run, recorder: Recorder, final_step: int) -> Result:

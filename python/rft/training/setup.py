@@ -41,7 +41,7 @@ from rft.parallel.fsdp import local_part
 from rft.parallel.mesh import World
 from rft.training.decision import Decision
 from rft.training.flops import count_flops
-from rft.training.machine import Machine, inspect_machine
+from rft.training.machine import Machine, inspect_machine, limit_threads
 from rft.training.resolve import plan_packs_per_step, plan_total_steps, resolve, resolve_for_data, resolve_precision
 from rft.training.resume import accumulate_on_resume
 from rft.training.run import Run
@@ -95,6 +95,7 @@ def inspect_job(config: Config, world: World, *, kernels: bool | None = None) ->
     kernels: whether the Triton kernels are swapped in; None = where they run (CUDA). True elsewhere needs Triton's interpreter.
     """
     check_trackers(config.log)
+    limit_threads()
     machine = inspect_machine(world.device, world.world_size)
     config, decisions = resolve_precision(config, machine)
     source = find_model(config.model)

@@ -11,7 +11,6 @@ from pathlib import Path
 from torch import Tensor
 
 from rft import log
-from rft.checkpoint.hf import save_final
 from rft.checkpoint.load import find_latest, read_tensors
 from rft.checkpoint.merge import merge
 from rft.config.model import ModelConfig
@@ -20,7 +19,7 @@ from rft.errors import RftError
 from rft.losses import SftLoss
 from rft.models.surgery import ALLOWED_RATIO, RATIO
 from rft.parallel.mesh import join_world
-from rft.training.run import Run
+from rft.training.finish import write_final
 from rft.training.state import save_state
 from rft.verify.check import FP32, Check, largest_difference, measured, relative, skipped
 from rft.verify.small import (
@@ -96,7 +95,7 @@ def equals_transformers(case: Small) -> Iterator[Check]:
     if not case.has_adapter:
         yield measured("loss = transformers", relative(loss_sum(run), base), FP32)
         run_steps(run, 2)
-        _save(run)
+        write_final(run)
         yield measured(
             "saved model in transformers = live",
             relative(stock_loss_sum(stock(run.run_dir / "final"), documents), loss_sum(run)),
@@ -107,7 +106,7 @@ def equals_transformers(case: Small) -> Iterator[Check]:
     with run.model.disable_adapter():  # type: ignore[operator]
         yield measured("adapter off = base in transformers", relative(loss_sum(run), base), FP32)
     live = loss_sum(run)
-    _save(run)
+    write_final(run)
     from peft import PeftModel
 
     loaded = PeftModel.from_pretrained(stock(case.model), run.run_dir / "final")
@@ -115,22 +114,6 @@ def equals_transformers(case: Small) -> Iterator[Check]:
     merge(run.run_dir / "final", run.run_dir / "merged", base=ModelConfig(path=str(case.model)))
     merged = stock_loss_sum(stock(run.run_dir / "merged"), documents)
     yield measured("merged adapter = adapter on", relative(merged, live), FP32)
-
-
-def _save(run: Run) -> None:
-    assert run.source is not None
-    assert run.tokenizer is not None
-    save_final(
-        run.run_dir / "final",
-        model=run.model,
-        source=run.source,
-        tokenizer=run.tokenizer,
-        config=run.config.model_dump(),
-        masters=run.optimizer.named_masters(),
-        rank=0,
-        world_size=1,
-        group=None,
-    )
 
 
 def accumulation_is_exact(case: Small) -> Iterator[Check]:
