@@ -37,7 +37,7 @@ def arguments(doc: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--results", type=Path, help="append result lines here")
     parser.add_argument("--chats", type=Path, help="JSONL of chats (default: made of this Python's own sources)")
     parser.add_argument(
-        "--megabytes", type=float, default=30.0, help="of the file that is made, or of yours that is read"
+        "--megabytes", type=float, default=100.0, help="of the file that is made, or of yours that is read"
     )
     parser.add_argument("--repeats", type=int, default=5)
     return parser

@@ -84,7 +84,7 @@ def peer(python: str, chats: Path, tokenizer: Path, folder: Path, repeats: int) 
     return lines[:-1], lines[-1]["versions"]
 
 
-def memory(gigabytes: float, chats: Path, tokenizer: Path, folder: Path) -> tuple[int, int]:
+def memory(gigabytes: float, threads: int, chats: Path, tokenizer: Path, folder: Path) -> tuple[int, int]:
     """Peak bytes of anonymous memory while so many gigabytes are prepared (in a process of its own), and rows."""
     program = f"""
 import json, sys
@@ -92,7 +92,7 @@ sys.path.insert(0, {str(Path(__file__).resolve().parent)!r})
 from _chats import request
 from pathlib import Path
 from rft import _native
-spec = request(Path(sys.argv[1]), Path(sys.argv[2]), threads=2)
+spec = request(Path(sys.argv[1]), Path(sys.argv[2]), threads=int(sys.argv[5]))
 spec["sources"] *= int(sys.argv[4])
 peak = 0
 def look(*_):
@@ -105,7 +105,7 @@ print(json.dumps([peak, counts["read"]]))
     times = max(1, round(gigabytes * 1e9 / chats.stat().st_size))
     target = folder / "large"
     shutil.rmtree(target, ignore_errors=True)
-    command = [sys.executable, "-P", "-c", program, str(chats), str(tokenizer), str(target), str(times)]
+    command = [sys.executable, "-P", "-c", program, str(chats), str(tokenizer), str(target), str(times), str(threads)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     shutil.rmtree(target)
     peak, rows = json.loads(done.stdout.splitlines()[-1])
@@ -126,13 +126,15 @@ def main() -> int:
         megabytes = write_chats(chats, args.megabytes, args.chats) / 1e6
         if args.memory_gb:
             results = Results(args.results)
-            measured = [memory(size, chats, args.tokenizer, folder) for size in args.memory_gb]
-            for size, (peak, rows) in zip(args.memory_gb, measured, strict=True):
-                results.add(f"prepare/memory/{size:g}-gb", "rft", "peak_mib", peak / 2**20)
-                results.add(f"prepare/memory/{size:g}-gb", "rft", "rows", rows)
-            (first, few), (last, many) = measured[0], measured[-1]
-            if many > few:
-                results.add("prepare/memory", "rft", "bytes_per_row", max(0.0, (last - first) / (many - few)))
+            for threads in (1, 2):
+                case = f"prepare/memory/{threads}-threads"
+                measured = [memory(size, threads, chats, args.tokenizer, folder) for size in args.memory_gb]
+                for size, (peak, rows) in zip(args.memory_gb, measured, strict=True):
+                    results.add(f"{case}/{size:g}-gb", "rft", "peak_mib", peak / 2**20)
+                    results.add(f"{case}/{size:g}-gb", "rft", "rows", rows)
+                (first, few), (last, many) = measured[0], measured[-1]
+                if many > few:
+                    results.add(case, "rft", "bytes_per_row", max(0.0, (last - first) / (many - few)))
             return 0
         try:
             theirs, versions = peer(args.peer_python, chats, args.tokenizer, folder, args.peer_repeats)

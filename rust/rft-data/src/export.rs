@@ -57,7 +57,7 @@ impl Write for Watched {
 }
 
 enum Output {
-    Arrow(FileWriter<Watched>),
+    Arrow(Box<FileWriter<Watched>>),
     Parquet(Box<ArrowWriter<Watched>>),
 }
 
@@ -129,7 +129,7 @@ fn write(store: &Store, path: &Path, parquet: bool, poll: Poll) -> Result<()> {
         let writer = ArrowWriter::try_new(file, schema.clone(), Some(properties)).map_err(|e| e.to_string());
         writer.map(|writer| Output::Parquet(Box::new(writer)))
     } else {
-        FileWriter::try_new(file, &schema).map(Output::Arrow).map_err(|e| e.to_string())
+        FileWriter::try_new(file, &schema).map(|writer| Output::Arrow(Box::new(writer))).map_err(|e| e.to_string())
     };
     let failed = |problem: String| {
         let failure = failure.lock().unwrap_or_else(|poisoned| poisoned.into_inner());

@@ -1,5 +1,7 @@
 //! The command line without Python: what it says of a set that is whole, and of one that is not.
 
+#![allow(clippy::unwrap_used)]
+
 use std::fs;
 use std::path::Path;
 
