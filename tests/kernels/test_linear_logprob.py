@@ -55,7 +55,7 @@ def test_log_probability_lse_entropy_and_every_gradient_match_the_reference(
     eager = run(plain, *inputs, upstream, train_weight=train_weight, **options)
     got = run(linear_logprob, *inputs, upstream, train_weight=train_weight, want_entropy=True, **options)
     for name, g, p, t in zip(("logp", "lse", "entropy"), got[0], eager[0], truth[0], strict=True):
-        assert_close_fp32(g, t, 1e-5 if dtype == torch.float32 else 2 * relative_error(p, t) + 1e-4, what=name)
+        assert_close_fp32(g, t, 1e-5 if dtype == torch.float32 else 1.1 * relative_error(p, t) + 1e-4, what=name)
     for name, g, p, t in zip(("hidden", "weight", "bias"), got[1], eager[1], truth[1], strict=False):
         assert_no_worse(g, p, t, what=f"gradient of {name}")
 

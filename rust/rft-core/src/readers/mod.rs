@@ -11,6 +11,8 @@ mod columns;
 mod csv;
 mod json;
 mod parquet;
+#[cfg(feature = "remote")]
+pub mod remote;
 pub(crate) mod stream;
 
 use std::collections::HashSet;
