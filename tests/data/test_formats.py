@@ -7,7 +7,7 @@ import json
 import pytest
 
 from rft.data.prepare import remarks
-from rft.errors import DataError
+from rft.errors import DataError, RftError
 from rft.visible import visible, visible_line
 from support.data import (
     BOS,
@@ -87,7 +87,7 @@ def test_tokens_are_taken_as_they_are(tmp_path, files, row, trained):
 )
 def test_tokens_and_segments_that_are_wrong_are_refused_with_their_line(tmp_path, files, row, message):
     format = "tokens" if "input_ids" in row else "segments"
-    with pytest.raises(DataError, match=message) as raised:
+    with pytest.raises(RftError, match=message) as raised:
         prepare_rows(tmp_path, [row], files, format=format)
     assert "rows.jsonl:1" in raised.value.where
 
@@ -178,7 +178,8 @@ def test_unused_fields_are_counted_by_name(tmp_path, files):
 
 def test_roles_that_no_row_has_are_told(tmp_path, files, capsys):
     prepare_rows(tmp_path, [chat("a", "b")], files, train_on=["assistant", "tool"])
-    assert "data.train_on names tool, and no row has such a message" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "data.train_on names tool, and no row has such a message" in said.out + said.err
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ pub enum Outcome {
 pub struct Scratch {
     lean: Lean,
     filled: Filled,
+    tokens: tokens::Buffers,
 }
 
 /// A row between parsing and tokens.
@@ -143,13 +144,13 @@ impl<'a> Rows<'a> {
             return elsewhere;
         }
         if let Some((method, facts)) = self.fill_lean(parser, layout, bytes, scratch) {
-            return outcome(self.of_filled(&scratch.filled, method, facts));
+            return outcome(self.of_filled(scratch, method, facts));
         }
         match self.begin(parser, layout, bytes) {
             Row::Done(outcome) => outcome,
             Row::Chat { job, spelled, facts } => {
                 if let Some(method) = self.fill_job(&job, spelled, scratch) {
-                    return outcome(self.of_filled(&scratch.filled, method, facts));
+                    return outcome(self.of_filled(scratch, method, facts));
                 }
                 match self.render_native(*job) {
                     Ok(masked) => self.finish(&masked, spelled, facts),
@@ -159,8 +160,14 @@ impl<'a> Rows<'a> {
         }
     }
 
-    fn of_filled(&self, filled: &Filled, method: chat::Method, facts: Facts) -> std::result::Result<Tokens, RowError> {
-        tokens::of_filled(&self.tokenizer, filled, method).map(|tokens| Tokens { facts, ..tokens })
+    fn of_filled(
+        &self,
+        scratch: &mut Scratch,
+        method: chat::Method,
+        facts: Facts,
+    ) -> std::result::Result<Tokens, RowError> {
+        let Scratch { filled, tokens: buffers, .. } = scratch;
+        tokens::of_filled(&self.tokenizer, filled, method, buffers).map(|tokens| Tokens { facts, ..tokens })
     }
 
     /// Fills in a row that is a plain chat, if it is one.
@@ -176,7 +183,7 @@ impl<'a> Rows<'a> {
             return None;
         }
         let text = std::str::from_utf8(bytes).ok()?;
-        let Scratch { lean, filled } = scratch;
+        let Scratch { lean, filled, .. } = scratch;
         if !lean.read(text, names, parser) {
             return None;
         }

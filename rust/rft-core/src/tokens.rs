@@ -6,7 +6,7 @@ use crate::chat::{Filled, Masked, Method, Span};
 use crate::error::Error;
 use crate::example::{Reason, RowError};
 use crate::spec::{ControlPolicy, EndOfTurn, Spec};
-use crate::tokenizer::{Encoded, Tokenizer, Unmarked};
+use crate::tokenizer::{Encoded, Scratch, Tokenizer, Unmarked};
 
 /// A document, ready for the store.
 #[derive(Clone, Debug, PartialEq)]
@@ -138,25 +138,51 @@ pub fn of_chat(tokenizer: &Tokenizer, masked: &Masked) -> RowResult<Tokens> {
     let tokens = Tokens {
         lost: masked.lost,
         facts: Facts { tools_ignored: masked.tools_ignored, ..Facts::default() },
-        ..mask(encoded, &spans, masked.method, tokenizer)
+        ..mask(encoded.ids, encoded.offsets.into_iter(), &spans, masked.method, tokenizer)
     };
     if tokens.trained.iter().any(|bit| *bit) { Ok(tokens) } else { Err(untrained("no token of it is trained on")) }
 }
 
-/// A chat that was filled in: no mark is in it, and its control tokens are the template's.
-pub fn of_filled(tokenizer: &Tokenizer, filled: &Filled, method: Method) -> RowResult<Tokens> {
-    let encoded = tokenizer.encode(&filled.text).map_err(tokenizer_error)?;
-    let tokens = mask(encoded, &filled.spans, method, tokenizer);
-    if tokens.trained.iter().any(|bit| *bit) { Ok(tokens) } else { Err(untrained("no token of it is trained on")) }
+/// Buffers for tokens that one thread keeps from row to row.
+#[derive(Default)]
+pub struct Buffers {
+    scratch: Option<Scratch>,
+    ids: Vec<u32>,
+    ends: Vec<u32>,
 }
 
-fn mask(encoded: Encoded, spans: &[Span], method: Method, tokenizer: &Tokenizer) -> Tokens {
-    let Encoded { ids, offsets } = encoded;
+/// A chat that was filled in: no mark is in it, and its control tokens are the template's.
+pub fn of_filled(tokenizer: &Tokenizer, filled: &Filled, method: Method, buffers: &mut Buffers) -> RowResult<Tokens> {
+    let tokens = if tokenizer.engine().fast {
+        let Buffers { scratch, ids, ends } = buffers;
+        ids.clear();
+        ends.clear();
+        let scratch = scratch.get_or_insert_with(|| tokenizer.scratch());
+        tokenizer.encode_into(&filled.text, scratch, ids, ends).map_err(tokenizer_error)?;
+        let starts = std::iter::once(0).chain(ends.iter().copied());
+        let ranges = starts.zip(ends.iter()).map(|(start, end)| (start as usize, *end as usize));
+        mask(ids.clone(), ranges, &filled.spans, method, tokenizer)
+    } else {
+        let Encoded { ids, offsets } = tokenizer.encode(&filled.text).map_err(tokenizer_error)?;
+        mask(ids, offsets.into_iter(), &filled.spans, method, tokenizer)
+    };
+    if tokens.trained.contains(&true) { Ok(tokens) } else { Err(untrained("no token of it is trained on")) }
+}
+
+/// `ranges`: the bytes of each token. A character that several tokens share may be cut between them or counted whole for
+/// each: spans begin and end between characters.
+fn mask(
+    ids: Vec<u32>,
+    ranges: impl Iterator<Item = (usize, usize)>,
+    spans: &[Span],
+    method: Method,
+    tokenizer: &Tokenizer,
+) -> Tokens {
     let mut trained = vec![false; ids.len()];
     let weighted = spans.iter().any(|span| span.weight != 1.0);
     let mut weights = weighted.then(|| vec![1.0; ids.len()]);
     let (mut straddling, mut next) = (0, 0);
-    for (index, &(start, end)) in offsets.iter().enumerate() {
+    for (index, (start, end)) in ranges.enumerate() {
         // Token starts do not decrease, so spans that end before one are done with.
         while next < spans.len() && spans[next].end <= start {
             next += 1;

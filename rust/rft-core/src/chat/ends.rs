@@ -3,12 +3,14 @@
 use crate::tokenizer::ControlTokens;
 
 impl ControlTokens {
-    /// Behind the control token that starts at `at`, white space before it let be; `at` where none does.
-    pub(super) fn end_behind(&self, text: &str, at: usize) -> usize {
-        let start = at + text[at..].len() - text[at..].trim_start().len();
-        let found =
-            self.texts().iter().filter(|token| text[start..].starts_with(token.as_str())).map(String::len).max();
-        found.map_or(at, |length| start + length)
+    /// Behind the control token that follows `text[start..end]` at once; `end` where none does, or where the span ends with
+    /// one already.
+    pub(super) fn end_behind(&self, text: &str, start: usize, end: usize) -> usize {
+        if self.without_end(text, start, end) < end {
+            return end;
+        }
+        let found = self.texts().iter().filter(|token| text[end..].starts_with(token.as_str())).map(String::len).max();
+        found.map_or(end, |length| end + length)
     }
 
     /// The end of what stands before the control tokens that end `text[start..end]`.

@@ -417,7 +417,9 @@ impl Job {
         if method != Method::Whole {
             match self.end_of_turn {
                 EndOfTurn::Auto => {}
-                EndOfTurn::Train => spans.iter_mut().for_each(|span| span.end = control.end_behind(&text, span.end)),
+                EndOfTurn::Train => {
+                    spans.iter_mut().for_each(|span| span.end = control.end_behind(&text, span.start, span.end));
+                }
                 EndOfTurn::Mask => {
                     spans.iter_mut().for_each(|span| span.end = control.without_end(&text, span.start, span.end));
                 }

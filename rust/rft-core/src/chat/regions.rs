@@ -99,11 +99,15 @@ impl Job {
         // The end of the turn is in what both have in common if a control token is, or all that follows in the part.
         let (rest, rest_part) = (&text[at..], &upto[at_part..]);
         let common = common_prefix(rest, rest_part);
-        if common < rest_part.len() && !control.is_spelled(&rest[..common]) {
-            return Err(untold(&problem));
-        }
         self.set_method(view, Method::HistoryDiffers);
-        Ok(Some(control.turn_end(text, at, at + common)))
+        if common == rest_part.len() {
+            return Ok(Some(control.turn_end(text, at, at + common)));
+        }
+        // Both go on differently behind the token (a next turn here, the end of the text there), and may begin alike.
+        match control.last_end(&rest[..common]) {
+            Some(end) => Ok(Some(at + end)),
+            None => Err(untold(&problem)),
+        }
     }
 
     fn set_method(&mut self, view: usize, method: Method) {

@@ -258,3 +258,11 @@ fn tokens_do_not_depend_on_where_turns_come_from() {
         assert_eq!(document(&store, 0), document(&plain, 0), "{row}");
     }
 }
+
+#[test]
+fn a_turn_ends_with_its_token_where_the_end_of_the_text_and_the_next_turn_begin_alike() {
+    // As Phi 3.5 writes it: `<|im_end|>` and a newline behind each turn, another token at the end of the chat.
+    let template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\
+                    {% if add_generation_prompt %}<|im_start|>assistant\n{% else %}<|endoftext|>{% endif %}";
+    assert_eq!(trained(&[chat(&MANY)], template), [["Hello<|im_end|>", "See you<|im_end|>\n<|endoftext|>"]]);
+}
