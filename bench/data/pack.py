@@ -4,8 +4,8 @@
 
 DIR: LLaMA-Factory's sources (`pip download --no-deps --no-binary :all: llamafactory`, unpacked); its own function is taken
 from `src/llamafactory/data/processor/processor_utils.py`, which imports nothing else. Times are CPU seconds of one core, the
-median of several repetitions. `stream` is measured with its seeded order; `bfd` as the bare algorithm, and beside it with the
-epoch's shuffling (bfd-shuffled). The peer gets batches of 1000 examples, as it packs them, in the order given.
+median of several repetitions: first of the packing alone, in the order given, as the peer does it in its batches of 1000
+examples; then (`-shuffled`) with the seeded order of an epoch and, for bfd, its shuffled packs.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def main() -> None:
     calls = {
         "bfd": lambda: _native.pack(lengths, capacity, "bfd", shuffle=False),
         "bfd-shuffled": lambda: _native.pack(lengths, capacity, "bfd", seed=1),
-        "stream": lambda: _native.pack(lengths, capacity, "stream", seed=1),
-        "stream-unshuffled": lambda: _native.pack(lengths, capacity, "stream", shuffle=False),
+        "stream": lambda: _native.pack(lengths, capacity, "stream", shuffle=False),
+        "stream-shuffled": lambda: _native.pack(lengths, capacity, "stream", seed=1),
     }
     peer_times = cpu_seconds(lambda: peer_packs(peer, lengths, capacity), 2) if peer else []
     for name, call in calls.items():

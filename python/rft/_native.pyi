@@ -56,6 +56,23 @@ def data_command(arguments: list[str]) -> tuple[int, str, str]:
 def archive_members(path: str) -> list[tuple[str, int]]:
     """Name and unpacked size of every file in a zip or tar, in its order. Refuses names that leave it, links, devices."""
 
+def masked_rows(spec: str, fill: bool = True) -> list[list[tuple[str, list[tuple[int, int]]]] | str]:
+    """What the chats of the first source become, without tokens: text and trained spans (character offsets) of each document
+    of a row, or why the row is left out. The text of control tokens that a row spells holds U+FDD0. fill: as in `prepare`;
+    else every chat is rendered for itself."""
+
+def fetch_remote(
+    urls: list[str], cache: str, limit: int, on_progress: Callable[[int, int], None] | None = None
+) -> list[str]:
+    """Files with the content of these URLs (s3, gs, az, http, https), fetched into `cache` where it has them not.
+
+    limit: bytes that the cache may take; the files used longest ago go first. on_progress(bytes done, bytes in all).
+    Credentials come from the environment.
+    """
+
+def list_remote(folder: str) -> list[tuple[str, int]]:
+    """URL and size of every object below a folder of s3://, gs:// or az://, sorted."""
+
 def measure_rows(spec: str, repeats: int = 1, fill: bool = True) -> tuple[int, int, int, int, str, list[float]]:
     """Rows of the first source -> masked text, and no further, for benchmarks: rows, chats made, bytes of text, of trained
     text, a digest of texts and spans, and the CPU seconds of each repeat on one thread. fill: as in `prepare`; else every

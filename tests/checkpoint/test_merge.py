@@ -283,3 +283,30 @@ def test_disk_without_room_is_told_before_anything_is_written(tmp_path, monkeypa
         merge(tmp_path / "adapter", tmp_path / "merged")
     assert raised.value.exit_code == 1  # the machine's fault, where a folder that may not be written is the user's
     assert sorted(p.name for p in tmp_path.iterdir()) == ["adapter", "base"]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("targets", [["q_proj"], ["embed_tokens", "q_proj"]], ids=["linears", "embedding"])
+def test_a_tokenizer_with_more_tokens_than_the_base_has_rows_gives_a_model_that_takes_them_all(tmp_path, tied, targets):
+    """As in training: rows that the base lacks are the mean of those it has."""
+    from transformers import AutoModelForCausalLM
+
+    from rft.checkpoint.target import find_target
+    from rft.config.load import load_config
+    from rft.generate.load import load_speaker
+    from rft.training.api import train_config
+    from support.command import write_project
+
+    toml = write_project(tmp_path, adapter=f"targets = {json.dumps(targets)}", train="max_steps = 2")
+    tiny_llama(tmp_path / "base", vocab_size=300, tied=tied)
+    train_config(load_config(toml), device="cpu")
+    run = tmp_path / "runs" / "chat"
+    merged = merge(run / "final", tmp_path / "merged")
+    if targets == ["q_proj"]:
+        assert "100 rows added for tokens" in "".join(merged.notes)
+    ids = torch.tensor([[1, 250, 299, 300, 350, 399]])
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="float32")
+    assert stock.config.vocab_size == 400
+    live = load_speaker(find_target(str(run)), device=torch.device("cpu"), dtype=torch.float32).model
+    with torch.no_grad():
+        assert (live(ids).logits - stock(ids).logits).abs().max() < 1e-5

@@ -211,6 +211,25 @@ def test_a_damaged_mark_is_passed_over_like_any_other_damage(run_dir, mark):
     assert "complete.json" in found.skipped[0]
 
 
+def test_a_record_that_is_none_is_damage(run_dir):
+    path = run_dir / "checkpoints" / "step-20" / "complete.json"
+    for record in (3, None, {}, {"bytes": "3", "sha256": "x"}, {"bytes": 3}):
+        mark = json.loads(path.read_text())
+        mark["files"]["state.json"] = record
+        path.write_text(json.dumps(mark))
+        assert "does not say what state.json was" in find_latest(run_dir).skipped[0]
+
+
+@pytest.mark.parametrize("version", [2, None, "1"])
+def test_a_checkpoint_of_another_format_stops_the_run_instead_of_losing_its_steps(run_dir, version):
+    path = run_dir / "checkpoints" / "step-20" / "complete.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": version}))
+    with pytest.raises(CheckpointError, match="has format version") as raised:
+        find_latest(run_dir)  # step-10 is complete, and older
+    assert raised.value.where == str(path)
+    assert raised.value.wanted == "version 1"
+
+
 # ---- nothing is unpickled (BO-42)
 
 

@@ -123,11 +123,6 @@ def test_path_that_gives_nothing_is_an_error_that_names_the_key(tree, path, prob
     assert do in raised.value.do
 
 
-def test_remote_paths_are_refused_by_name(tree):
-    with pytest.raises(DataError, match="s3://bucket/x"):
-        expand([SourceConfig(path="s3://bucket/x.jsonl")], "data.train")
-
-
 def test_rows_from_python_become_json_lines(tmp_path):
     path = tmp_path / "rows"
     assert write_python_rows(({"text": f"é{n}\n"} for n in range(3)), path) == 3

@@ -161,6 +161,42 @@ def test_run_of_a_single_step_has_its_points(tmp_path):
     assert [a["id"] for t, a in page.tags if t == "figure"][:2] == ["plot-loss", "plot-lr"]
 
 
+def test_how_a_format_was_decided_is_said_once_for_training_and_held_out_rows(tmp_path):
+    run = write_run_directory(tmp_path / "run")
+    data = json.loads((run / "data.json").read_text())
+    (run / "data.json").write_text(json.dumps({**data, "eval": data["train"]}))
+    assert write_report(run).read_text().count("messages: 100 of the first 100 rows") == 1
+
+
+def test_a_legend_lies_below_its_plot_and_never_over_the_title(text):
+    plot = re.search(r'id="plot-seconds">.*?</figure>', text, re.S)[0]
+    height = {
+        word: max(
+            float(y)
+            for y in re.findall(rf'translate\([\d.]+ ([\d.]+)\)[^>]*>{word}<|y="([\d.]+)"[^>]*>{word}<', plot)
+            for y in y
+            if y
+        )
+        for word in ("Seconds per step, by phase", "step", "optimizer", "backward")
+    }
+    assert height["Seconds per step, by phase"] < height["step"] < min(height["optimizer"], height["backward"])
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[]", '{"kind": "eval", "step": 7}', '{"kind": "train", "step": "2"}', '{"kind": "train", "step": 7, "loss": "low"}',
+     '{"kind": "train", "step": 7, "seconds": {"step": "x"}}', '{"kind": "train", "step": 7, "tokens_per_second": []}'],
+)  # fmt: skip
+def test_a_damaged_line_of_the_metrics_never_costs_the_page(tmp_path, text):
+    run = write_run_directory(tmp_path / "run")
+    path = run / "metrics.jsonl"
+    path.write_text(text + "\n" + path.read_text())
+    page = write_report(run).read_text()
+    assert "</html>" in page
+    if "eval" not in text and "seconds" not in text:
+        assert "metrics.jsonl:1: not" in page
+
+
 def test_directory_without_a_run_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="holds no run"):
         write_report(tmp_path)

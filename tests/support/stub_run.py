@@ -169,7 +169,7 @@ def stub_run(
         eval_loader=StubLoader(eval_packs) if eval_packs else None,  # type: ignore[arg-type]
         packs_per_step=packs_per_step,
         total_steps=steps,
-        source=SimpleNamespace(),  # type: ignore[arg-type]
+        source=SimpleNamespace(reader=SimpleNamespace(names=list)),  # type: ignore[arg-type]
         tokenizer=SimpleNamespace(),  # type: ignore[arg-type]
         state=TrainState(packs_per_step=packs_per_step, total_steps=steps),
     )

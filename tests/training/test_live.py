@@ -49,3 +49,20 @@ def test_other_ranks_show_nothing(capsys: pytest.CaptureFixture[str]):
     progress.evaluation({"loss": 1.0, "step": 0})
     progress.train(line(1))
     assert capsys.readouterr().out == ""
+
+
+def test_the_first_evaluation_announces_itself_and_long_ones_say_where_they_are(capsys, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("rft.training.live.time.monotonic", lambda: now[0])
+    progress = Progress(10, 0, shown=True)
+    for done in range(31):
+        progress.evaluating(done, 30)
+        now[0] += 1.0
+    progress.evaluation({"loss": 1.0, "step": 0})
+    progress.evaluating(0, 30)
+    assert capsys.readouterr().out.splitlines() == [
+        "evaluating the held-out rows before the first step: 30 batches",
+        "evaluating 10/30",
+        "evaluating 20/30",
+        "held-out loss 1.0000 after step 0",
+    ]

@@ -13,7 +13,7 @@ from rft.config.log import LogConfig
 from rft.errors import ConfigError
 from rft.training import trackers
 from rft.training.live import clock, duration, short_rate
-from rft.training.metrics import MetricsFile
+from rft.training.metrics import MetricsFile, check_sums
 
 
 def test_lines_beyond_the_resumed_step_and_torn_ones_are_dropped(tmp_path: Path):
@@ -27,6 +27,27 @@ def test_lines_beyond_the_resumed_step_and_torn_ones_are_dropped(tmp_path: Path)
         *whole[:3],
         {"kind": "train", "step": 4, "again": True},
     ]
+
+
+DAMAGE = ["{", "[]", "3", '{"kind": "train"}', '{"kind": "train", "step": "2"}', '{"kind": 3, "step": 2}', "[" * 9000,
+          '{"kind": "train", "step": 2, "loss": "low"}', '{"kind": "train", "step": 2, "seconds": 3}']  # fmt: skip
+
+
+@pytest.mark.parametrize("text", DAMAGE, ids=lambda text: text[:40])
+def test_a_line_that_was_damaged_by_hand_is_left_out_and_told(tmp_path: Path, capsys, text):
+    path = tmp_path / "metrics.jsonl"
+    whole = [json.dumps({"kind": "train", "step": step, "loss": 1.0, "tokens": 10}) for step in (1, 2, 3)]
+    path.write_text("\n".join([whole[0], text, whole[2], whole[0][:9]]))
+    file = MetricsFile(path, resume_step=3)
+    file.close()
+    assert [line["step"] for line in file.kept] == [1, 3]
+    told = capsys.readouterr().err
+    assert "metrics.jsonl: line 2 is not as rft writes it" in told
+    assert "4" not in told.partition("line 2")[2]  # the torn end is what a kill leaves
+    check_sums(file.kept, 30)
+    assert "accounts for 20 of the 30 tokens" in capsys.readouterr().err
+    check_sums(file.kept, 20)
+    assert capsys.readouterr().err == ""
 
 
 def test_a_new_run_starts_with_an_empty_file(tmp_path: Path):

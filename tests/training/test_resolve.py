@@ -172,3 +172,23 @@ def test_total_steps(train: dict[str, Any], steps: int):
 
 def test_a_third_of_three_steps_is_one_step():
     assert plan_total_steps(config(train={"epochs": 1 / 3}), lambda epoch: 3) == 1
+
+
+@pytest.mark.parametrize("packing", ["stream", "none"])
+def test_a_micro_batch_that_no_memory_holds_is_refused_before_anything_is_allocated(packing):
+    with pytest.raises(ConfigError, match=r"train\.micro_batch = 1000000: .* tokens at one time") as raised:
+        decide(
+            config(train={"micro_batch": 10**6}, data={"packing": packing, "seq_len": 2048}),
+            facts=dataclasses.replace(SMALL, hidden_size=10**6),
+        )
+    assert "train.tokens_per_step" in raised.value.do
+    decide(config(train={"micro_batch": 1000}, data={"packing": packing}))
+
+
+def test_numbers_that_overflow_an_integer_of_the_machine_are_out_of_range():
+    from pydantic import ValidationError
+
+    for key in ("micro_batch", "accumulate", "tokens_per_step"):
+        for value in (2**62, 10**30, 0):
+            with pytest.raises(ValidationError):
+                config(train={key: value})

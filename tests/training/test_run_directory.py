@@ -7,9 +7,10 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 from rft.config.load import load_config
-from rft.errors import ConfigError
+from rft.errors import ConfigError, TrainingError
 from rft.report import write_report
 from rft.training import api
 from rft.training.api import train_config
@@ -126,3 +127,27 @@ def test_a_report_that_meets_a_full_disk_costs_the_page_and_not_the_run(project,
     assert again.status == "already finished"
     assert "the report was missing: written to" in capsys.readouterr().out
     assert "</html>" in (run_dir / "report.html").read_text()
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to allocate 5 bytes"),
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 5 GiB"),
+    ],
+    ids=["cpu", "python", "cuda"],
+)  # fmt: skip
+def test_memory_that_runs_out_is_one_block_and_no_bug(project, tmp_path, monkeypatch, error):
+    def full(*_arguments):
+        raise error
+
+    monkeypatch.setattr(api, "build_run", full)
+    with pytest.raises(TrainingError, match="ran out") as raised:
+        train(project, f"train.out={tmp_path}/run")
+    assert raised.value.exit_code == 1
+    assert "train.micro_batch" in raised.value.do
+    assert list(tmp_path.iterdir()) == []

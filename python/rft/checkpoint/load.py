@@ -115,6 +115,10 @@ def _check_mark(path: Path, mark: Any) -> None:
         )
     if path.name != f"step-{mark.get('step')}":
         raise _Damaged(f"{MARK} says step {mark.get('step')}: the folder was renamed")
+    for name, record in mark["files"].items():
+        sized = isinstance(record, dict) and type(record.get("bytes")) is int and isinstance(record.get("sha256"), str)
+        if not sized:
+            raise _Damaged(f"{MARK} does not say what {name} was")
     missing = {"state.json", "config.json", "versions.json"} - mark["files"].keys()
     if missing:
         raise _Damaged(f"{MARK} does not list {', '.join(sorted(missing))}")

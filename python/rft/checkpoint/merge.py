@@ -93,17 +93,23 @@ def merge(
     config = base or ModelConfig(path=file.base)
     source = find_model(config)
     names = _names(source, config)
-    edits = _edits_by_file(file, names, source)
+    tokens = _num_tokens(adapter)
+    edits = _edits_by_file(file, names, source, tokens)
     untied = _untie(edits, file, names)
     target = dtype or (torch.bfloat16 if source.kind == "gguf" else checkpoint_dtype(source))
     keep_dtype = dtype is None and source.kind != "gguf"
-    sources = _sources(source, edits, names, target, keep_dtype=keep_dtype, on_tensor=on_tensor)
+    sources = _sources(source, edits, names, target, tokens, keep_dtype=keep_dtype, on_tensor=on_tensor)
     num_bytes = sum(tensor.bytes for tensor in sources)
     with _complete_or_absent(out, num_bytes) as work:
         write_shards(work, sources, limit=shard_bytes)
         vocab_size = next(t.shape[0] for t in sources if t.name == names.files[names.embedding])
         _write_config(work, source, target, vocab_size=vocab_size, tied=names.tied and not untied)
         notes = _copy_beside(work, adapter, source, config)
+    added = vocab_size - source.reader.shape(names.files[names.embedding])[0]
+    if added and not edits.keys() & {names.files[names.embedding]}:
+        notes.append(
+            f"{added:,} rows added for tokens that the base has none for: they are the mean of its rows, as in training"
+        )
     described = f"{source.base_id}, {'de-quantised GGUF weights' if source.kind == 'gguf' else 'original weights'}"
     return Merged(
         out=out,
@@ -159,7 +165,16 @@ def _names(source: ModelSource, config: ModelConfig) -> _Names:
     )
 
 
-def _edits_by_file(file: AdapterFile, names: _Names, source: ModelSource) -> dict[str, Edit]:
+def _num_tokens(adapter: Path) -> int:
+    """Rows that the tokenizer beside the adapter needs: where the base has fewer, training went on with more. 0 without one."""
+    if not (adapter / "tokenizer.json").is_file():
+        return 0
+    from rft.models.tokenizer import load_tokenizer
+
+    return load_tokenizer(ModelConfig(path=str(adapter))).vocab_size
+
+
+def _edits_by_file(file: AdapterFile, names: _Names, source: ModelSource, tokens: int) -> dict[str, Edit]:
     """The adapter's edits under the names of the files, checked against the base's shapes."""
     edits: dict[str, Edit] = {}
     for live, edit in file.edits.items():
@@ -174,7 +189,10 @@ def _edits_by_file(file: AdapterFile, names: _Names, source: ModelSource) -> dic
         if live not in names.files and not tied_head:
             raise ModelError(str(source.path), f"stores no tensor for {live}", do="merge with PEFT and save_pretrained")
         stored = names.files.get(live, names.files[names.embedding] if tied_head else "")
-        _check_shapes(live, edit, source.reader.shape(stored), file.path)
+        shape = source.reader.shape(stored)
+        if live in (names.embedding, names.head):
+            shape = (max(shape[0], tokens), *shape[1:])
+        _check_shapes(live, edit, shape, file.path)
         edits[names.files.get(live, live)] = edit
     return edits
 
@@ -245,6 +263,7 @@ def _sources(
     edits: dict[str, Edit],
     names: _Names,
     target: torch.dtype,
+    tokens: int,
     *,
     keep_dtype: bool,
     on_tensor: Callable[[int, int, str], None] | None,
@@ -263,7 +282,7 @@ def _sources(
             shapes[name][0] = edits[name].num_rows(shapes[name][0])
     vocabulary = [n for n in (head_key, embedding_key) if n in shapes]
     for name in vocabulary:
-        shapes[name][0] = max(shapes[n][0] for n in vocabulary)
+        shapes[name][0] = max(tokens, *(shapes[n][0] for n in vocabulary))
     sources = []
     for number, name in enumerate(kept, 1):
         dtype = _stored_dtype(source, base_names[name])

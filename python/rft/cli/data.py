@@ -11,12 +11,11 @@ _OURS = ("-q", "--quiet", "-v", "--verbose")
 
 def run(arguments: list[str]) -> int:
     """Hand the arguments through; returns the exit code."""
-    from rft import _native
+    from rft.data import command
 
     given = [argument for argument in arguments if argument not in _OURS] or ["--help"]
-    code, out, err = _native.data_command(given)
-    log.stdout().write(out)
-    log.stdout().flush()
+    code, out, err = command.run(given)
+    log.output(out)
     if err:
         sys.stderr.write(err)
     return code if arguments else 2

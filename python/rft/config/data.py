@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveFloat
 
 from rft.config.table import Table
+
+REMOTE = ("s3", "gs", "az", "abfs", "abfss", "http", "https", "hf")
+"""Schemes of paths that are fetched; `hf` is the hub."""
 
 Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "segments", "text", "tokens"]
 
@@ -15,7 +18,7 @@ class SourceConfig(Table):
     """One data set."""
 
     path: str
-    """A file of rows (JSONL, JSON, CSV, TSV, Parquet, Arrow, or a .txt with a document a line; also .gz, .zst, .zip, .tar), a glob, or a directory of these."""
+    """A file of rows (JSONL, JSON, CSV, TSV, Parquet, Arrow, or a .txt with a document a line; also .gz, .zst, .zip, .tar), a glob, or a directory of these; also `s3://`, `gs://`, `az://`, `https://` and `hf://datasets/owner/name`."""
     rows: str | None = None
     """`module:function` or `file.py:function`: called with the path of each file, gives its rows as dicts. Needs `data.allow_code`."""
     format: Format = "auto"
@@ -59,6 +62,8 @@ class DataConfig(Table):
     """Drop documents whose tokens, labels and weights equal those of one before."""
     control_tokens: Literal["text", "allow"] = "text"
     """`text`: control tokens spelled inside a row's own text stay ordinary text. `allow`: they become control tokens."""
+    cache_gb: PositiveFloat = 100.0
+    """Disk that fetched files may take, in GB: those used longest ago are removed for new ones."""
     allow_code: bool = False
     """Whether `rows` of a data set may run code of yours."""
     store: str | None = None

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from rft.config import schema
 from rft.config.compatibility import RULES, Rule
+from rft.config.data import REMOTE
 from rft.config.explain import (
     explain,
     find_secrets,
@@ -406,15 +407,21 @@ def _check_source(path: str, where: str) -> None:
     if path == ROWS_PATH:
         return
     if "://" in path:
-        wanted = "a file, a glob or a directory on this disk"
-        raise ConfigError(where, f"{show_value(path)} is a URL", wanted=wanted, do="download it first")
+        if path.partition("://")[0] not in REMOTE:
+            wanted = "a path on this disk, or " + ", ".join(f"{scheme}://" for scheme in REMOTE)
+            raise ConfigError(where, f"{show_value(path)} is a URL of a kind that is not read", wanted=wanted)
+        return
     if glob.has_magic(path) and not os.path.exists(path):
         if not glob.glob(path, recursive=True):
             raise ConfigError(
                 where, f"nothing matches {_shown(path)}", do="check the pattern and the folder it counts from"
             )
     elif not os.path.exists(path) or _is_special(path):
-        raise _unusable(where, path, wanted="a file, a glob or a directory of files, which are read more than once")
+        parent, name = os.path.split(path)
+        hub = not os.path.isdir(parent) and not os.path.splitext(name)[1]
+        do = f"for a data set of the hub write hf://datasets/{os.path.basename(parent)}/{name}" if hub else ""
+        wanted = "a file, a glob or a directory of files, which are read more than once"
+        raise _unusable(where, path, wanted=wanted, do=do)
 
 
 def _is_special(path: str) -> bool:
@@ -422,14 +429,14 @@ def _is_special(path: str) -> bool:
     return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
 
 
-def _unusable(where: str, path: str, *, wanted: str) -> ConfigError:
+def _unusable(where: str, path: str, *, wanted: str, do: str = "") -> ConfigError:
     """Nothing is there, or something else than what is wanted."""
     if there := what_is_there(path):
         return ConfigError(where, f"{_shown(path)} {there}", wanted=wanted)
     near = nearest_path(Path(path))
-    do = f"did you mean {_shown(near)}?" if near else "check the spelling"
+    do = f"did you mean {_shown(near)}?" if near else do or "check the spelling"
     parent = os.path.dirname(path)
-    if not near and not os.path.isdir(parent):
+    if do == "check the spelling" and not os.path.isdir(parent):
         do = f"its folder {_shown(parent)} does not exist either; relative paths count from the TOML's folder"
     return ConfigError(where, f"{_shown(path)} does not exist", wanted=wanted, do=do)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
@@ -25,11 +25,11 @@ class TrainConfig(Table):
     """Passes over the data. Fractions are allowed."""
     max_steps: PositiveInt | None = None
     """Optimizer steps after which the run ends, whatever epochs says."""
-    tokens_per_step: PositiveInt | None = None
+    tokens_per_step: int | None = Field(None, ge=1, le=10**12)
     """Tokens of one optimizer step over all ranks. Default 32768, at least a pack a rank. Not together with accumulate."""
-    accumulate: PositiveInt | None = None
+    accumulate: int | None = Field(None, ge=1, le=10**9)
     """Micro-batches of one optimizer step on each rank. Not together with tokens_per_step."""
-    micro_batch: PositiveInt | Literal["auto"] = "auto"
+    micro_batch: Annotated[int, Field(ge=1, le=10**6)] | Literal["auto"] = "auto"
     """Packs that a rank computes at one time. `auto`: as many as fill the GPU, and divide the step; it changes no gradient."""
     master: Literal["float32", "bfloat16"] = "float32"
     """Type in which trained weights are kept."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _SLOTS = 4  # micro-batches filled ahead: one is a few 100 kB, so memory is no reason for fewer
 _ROUND_TO = 64  # tokens; length of a row under packing "none", as the extension rounds it
 _PLANS_KEPT = 2
+_KEEP_FREE = 16 << 20  # bytes
 
 
 class Loader:
@@ -174,6 +175,10 @@ class _Ring:
     def __init__(self, stream: Any, capacity: int, device: torch.device, *, weights: bool):
         self.stream, self.device, self.capacity, self.weights = stream, device, capacity, weights
         self.copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        if self.copies is None:
+            # glibc gives memory back whenever 128 KiB are free at the end of its heap, unless a larger block was freed once;
+            # then every batch would be paid for in page faults.
+            torch.empty(_KEEP_FREE, dtype=torch.uint8)
         self.slots = [self._new() for _ in range(_SLOTS)]
         self.waiting: deque[int] = deque()  # slots whose copy may still be under way
         self.submitted = 0

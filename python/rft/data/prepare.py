@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rft import __version__, log
 from rft.config.data import DataConfig
 from rft.data.folder import FORMAT_VERSION, SetFolder, default_root, shown_path
-from rft.data.sources import SourceFile, expand, write_rows
+from rft.data.sources import Caches, SourceFile, expand, write_rows
 from rft.data.template import ChatTemplate, callback, load_template, native_difference, spelled_control_tokens
 from rft.errors import ConfigError, DataError
 from rft.models.tokenizer import TokenizerFiles
@@ -74,14 +74,16 @@ def prepare(
     folder = SetFolder(data.store or default_root())
     template = load_template(data.template, tokenizer)
     job = _Job(data, tokenizer, template, folder, progress or _nothing, lead, seed)
-    with _train_files(data, folder, rows) as files:
+    with _train_files(data, folder, rows, job.progress) as files:
         fraction = data.eval_fraction
         train, train_report = job.run("train", files, {"fraction": fraction, "part": "train"} if fraction else None)
         held, eval_report = None, None
         if fraction:
             held, eval_report = job.run("eval", files, {"fraction": fraction, "part": "eval"})
         elif data.eval:
-            held, eval_report = job.run("eval", expand(data.eval, "data.eval", _code_cache(data, folder)), None)
+            held, eval_report = job.run(
+                "eval", expand(data.eval, "data.eval", _caches(data, folder, job.progress)), None
+            )
     shown = None
     if template is not None:
         shown = {"name": template.name, "generation_tags": template.tagged}
@@ -208,11 +210,11 @@ class _Job:
 
 @contextmanager
 def _train_files(
-    data: DataConfig, folder: SetFolder, rows: Iterable[dict[str, Any]] | None
+    data: DataConfig, folder: SetFolder, rows: Iterable[dict[str, Any]] | None, progress: Progress
 ) -> Iterator[list[SourceFile]]:
     """The files of [[data.train]]; rows from Python lie in one for as long as this lasts."""
     if rows is None:
-        yield expand(data.train, "data.train", _code_cache(data, folder))
+        yield expand(data.train, "data.train", _caches(data, folder, progress))
         return
     if len(data.train) != 1:
         raise ConfigError("data.train", f"rows stand in for one data set, the config names {len(data.train)}")
@@ -225,8 +227,13 @@ def _train_files(
         yield [SourceFile(path, data.train[0], name="rows")]
 
 
-def _code_cache(data: DataConfig, folder: SetFolder) -> Path | None:
-    return folder.root / "rows" if data.allow_code else None
+def _caches(data: DataConfig, folder: SetFolder, progress: Progress) -> Caches:
+    return Caches(
+        folder.root,
+        limit=int(data.cache_gb * 1e9),
+        code=data.allow_code,
+        progress=lambda done, total: progress(done, total, 0),
+    )
 
 
 def _nothing(done: int, total: int, rows: int) -> None:

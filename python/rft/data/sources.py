@@ -6,7 +6,7 @@ import difflib
 import glob
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from rft.config.data import SourceConfig
 from rft.config.explain import what_is_there
 from rft.data.code import code_rows
+from rft.data.remote import fetch, remote_files
 from rft.errors import DataError, RftError
 
 _PACKED = ("", ".gz", ".zst")
@@ -29,8 +30,8 @@ KINDS = {
 _WANTED = (
     "JSON lines (.jsonl, .json), CSV, Parquet, Arrow or text (.txt), plain, .gz or .zst, or a .zip or .tar of these"
 )
-_OF_DATASETS = ("dataset_info.json", "state.json")
-"""What `datasets` puts beside its Arrow files."""
+_OF_DATASETS = ("dataset_info.json", "dataset_infos.json", "state.json")
+"""What `datasets` and the hub put beside data."""
 
 
 @dataclass(frozen=True)
@@ -61,44 +62,62 @@ class SourceFile:
         }
 
 
-def expand(sources: Iterable[SourceConfig], table: str, cache: Path | None = None) -> list[SourceFile]:
+@dataclass(frozen=True)
+class Caches:
+    """Where what does not lie on this disk as it is read is kept."""
+
+    folder: Path
+    limit: int = 100_000_000_000
+    """Bytes that fetched files may take."""
+    code: bool = False
+    """Whether functions of the user may make rows (`data.allow_code`)."""
+    progress: Callable[[int, int], None] | None = None
+    """Bytes fetched, bytes to fetch."""
+
+
+def expand(sources: Iterable[SourceConfig], table: str, caches: Caches | None = None) -> list[SourceFile]:
     """Every file of every source, in the order of the config and then of their names.
 
-    table: "data.train" or "data.eval", for messages. cache: folder for what functions of the user make of files, None
-    where `data.allow_code` does not allow it. Raises DataError for a path that gives no file, and for what a function does.
+    table: "data.train" or "data.eval", for messages. caches: None refuses rows from code and paths that have to be fetched.
+    Raises DataError for a path that gives no file, for what a function of the user does, and for what cannot be fetched.
     """
-    files = []
+    found = []
     for number, source in enumerate(sources):
-        where = f"{table}.{number}.path"
-        if source.rows:
-            files += _of_code(source, number, f"{table}.{number}", cache)
-            continue
-        for path in _files(source.path, where):
-            if path.name.lower().endswith(KINDS["archive"]):
-                members = _members(path, where)
-                files += [SourceFile(path, source, number, f"{path}/{member}", member) for member in members]
+        key = f"{table}.{number}"
+        if source.rows and os.path.isdir(source.path):
+            do = f"give the files: {os.path.join(source.path, '*')}"
+            raise DataError(f"{key}.path", f"{source.path} is a folder, and rows takes files", do=do)
+        found.append((number, source, key, _files(source.path, f"{key}.path")))
+    # All at once, so that the files of one set never make room for each other.
+    urls = [str(file) for *_, files in found for file in files if isinstance(file, str)]
+    fetched = fetch(urls, caches) if urls else {}
+    result = []
+    for number, source, key, files in found:
+        for file in files:
+            path, name = (fetched[file], file) if isinstance(file, str) else (file, "")
+            if source.rows:
+                result.append(_of_code(source, number, path, name, key, caches))
+            elif path.name.lower().endswith(KINDS["archive"]):
+                members = _members(path, f"{key}.path")
+                result += [SourceFile(path, source, number, f"{name or path}/{member}", member) for member in members]
             else:
-                files.append(SourceFile(path, source, number))
-    return files
+                result.append(SourceFile(path, source, number, name))
+    return result
 
 
-def _of_code(source: SourceConfig, number: int, table: str, cache: Path | None) -> list[SourceFile]:
-    if cache is None:
-        raise DataError(f"{table}.rows", "runs code, which is off", do="set data.allow_code = true if you trust it")
-    if os.path.isdir(source.path):
-        do = f"give the files: {os.path.join(source.path, '*')}"
-        raise DataError(f"{table}.path", f"{source.path} is a folder, and rows takes files", do=do)
-    assert source.rows is not None
-    files = []
-    for path in _files(source.path, f"{table}.path"):
-        made = code_rows(source.rows, path, cache, f"{table}.rows", write_rows)
-        files.append(SourceFile(made, source, number, f"{source.rows}({path.name})"))
-    return files
+def _of_code(source: SourceConfig, number: int, path: Path, name: str, key: str, caches: Caches | None) -> SourceFile:
+    if caches is None or not caches.code:
+        raise DataError(f"{key}.rows", "runs code, which is off", do="set data.allow_code = true if you trust it")
+    rows = source.rows
+    assert rows is not None
+    made = code_rows(rows, path, caches.folder / "rows", f"{key}.rows", write_rows)
+    return SourceFile(made, source, number, f"{rows}({name or path.name})")
 
 
-def _files(path: str, where: str) -> list[Path]:
+def _files(path: str, where: str) -> list[Path] | list[str]:
+    """Paths on this disk, or URLs."""
     if "://" in path:
-        raise DataError(where, f"{path}: remote data is not supported", do="download it and give the local path")
+        return remote_files(path, where, _of_one_kind)
     plain = Path(path)
     if plain.is_dir():
         return _of_directory(plain, where)
@@ -149,9 +168,9 @@ def _hidden(parts: tuple[str, ...]) -> bool:
 
 
 def _of_one_kind(names: list[str], place: str, where: str) -> list[str]:
+    names = [name for name in names if os.path.basename(name) not in _OF_DATASETS]
     arrow = [name for name in names if name.lower().endswith(KINDS["Arrow"])]
     if arrow:
-        names = [name for name in names if os.path.basename(name) not in _OF_DATASETS]
         # Results of `Dataset.map` beside the set itself.
         made = [name for name in arrow if os.path.basename(name).startswith("cache-")]
         names = [name for name in names if name not in made] if len(made) < len(arrow) else names

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from rft.config.model import ModelConfig
 from rft.errors import ModelError
 from rft.models.names import is_adapter_parameter, plain_name
-from rft.models.source import ModelSource, Slices, TensorReader, checkpoint_dtype, find_model, whole
+from rft.models.source import ModelSource, Slices, TensorReader, checkpoint_dtype, find_model, in_a_line, whole
 
 __all__ = ["LocalPart", "build_meta", "checkpoint_dtype", "find_model", "materialise", "whole"]
 
@@ -49,17 +49,16 @@ def build_meta(
             model = AutoModelForCausalLM.from_config(
                 config, attn_implementation=attention, dtype=dtype, trust_remote_code=cfg.trust_remote_code
             )
-    except (ValueError, KeyError, ImportError, AttributeError, TypeError) as error:
-        raise ModelError(str(source.path), f"transformers cannot build this model: {_first_line(error)}") from None
+    except Exception as error:  # whatever the model's own code stumbles over, its config says it
+        raise ModelError(
+            str(source.path),
+            f"transformers cannot build this model: {type(error).__name__}: {in_a_line(error)}",
+            do="see to config.json if it was changed; upgrade transformers if the model is newer",
+        ) from None
     model.generation_config = _generation_config(source, config) or model.generation_config
     _keep_in_fp32(model, dtype)
     plan_load(model, source)
     return model.train()
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0][:300] if text else type(error).__name__
 
 
 def _generation_config(source: ModelSource, config: Any) -> Any:
@@ -155,17 +154,27 @@ def _check_complete(
             wanted="a checkpoint of this architecture",
         )
     vocabulary, own = base.config.vocab_size, getattr(source.config, "vocab_size", None)
+    vocabularies = _vocabulary_names(base)
     for entry in entries:
         if entry.converter is None:
             shape, want = source.reader.shape(entry.sources[0]), tuple(wanted[entry.target].shape)
             # Embeddings that grow for added tokens: the file has what its own config says, the model what the tokenizer needs.
-            grown = shape[1:] == want[1:] and shape[:1] == (own,) and want[0] == vocabulary > own
-            if shape != want and not grown:
+            if entry.target in vocabularies and own is not None and want[0] == vocabulary > own:
+                want = (own, *want[1:])
+            if shape != want:
                 raise ModelError(
                     where,
                     f"{entry.target} has shape {list(shape)} in the checkpoint, {list(want)} by config.json",
                     wanted="weights and config.json of the same model",
                 )
+
+
+def _vocabulary_names(base: Any) -> set[str]:
+    """Plain names of the embedding's and the head's weights, which have a row a token."""
+    modules = [m for m in (base.get_input_embeddings(), base.get_output_embeddings()) if m is not None]
+    inside = {id(p) for module in modules for p in module.parameters()}
+    named = base.named_parameters(remove_duplicate=False)
+    return {plain_name(name) for name, p in named if id(p) in inside and not is_adapter_parameter(name)}
 
 
 def _targets(entry: _Entry) -> list[str]:

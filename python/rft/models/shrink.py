@@ -58,7 +58,7 @@ def build_small(config: Any, device: torch.device | str, *, trust_remote_code: b
     raise Refused(
         config.model_type,
         f"no small copy of this architecture can be built, so nothing about it can be proved ({problems[0]})",
-        do="report the architecture",
+        do="see to the model's config.json if it was changed; else report the architecture",
     )
 
 

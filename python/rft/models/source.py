@@ -179,21 +179,40 @@ def _from_directory(directory: Path, cfg: ModelConfig, hub_id: str | None = None
     config = read_config(directory, cfg)
     _refuse_what_is_not_text(directory, config)
     kind: Literal["hub", "directory"] = "hub" if hub_id else "directory"
-    return ModelSource(kind, directory, config, SafetensorsReader(directory), hub_id, cfg.revision)
+    reader = SafetensorsReader(directory)
+    _check_layers(directory, config, len(reader.names()))
+    return ModelSource(kind, directory, config, reader, hub_id, cfg.revision)
+
+
+def _check_layers(directory: Path, config: Any, num_tensors: int) -> None:
+    """A layer has a tensor at least. Millions of layers would be built before anything else is compared."""
+    layers = getattr(config, "num_hidden_layers", 0)
+    if isinstance(layers, int) and layers > num_tensors:
+        raise ModelError(
+            str(directory / "config.json"),
+            f"num_hidden_layers is {layers:,}, and the checkpoint has {num_tensors:,} tensors in all",
+            wanted="weights and config.json of the same model",
+            do=_CONFIG_DO,
+        )
 
 
 def read_config(directory: Path, cfg: ModelConfig) -> Any:
     """The `transformers` config of a directory. Raises ModelError naming an unknown architecture or one that needs its own code."""
     from transformers import AutoConfig
 
+    path = directory / "config.json"
     try:
-        raw = json.loads((directory / "config.json").read_text())
-    except ValueError as error:
-        raise ModelError(str(directory / "config.json"), f"is not JSON: {error}") from None
+        raw = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ModelError(str(path), f"is not JSON: {error}", do="download it again") from None
+    if not isinstance(raw, dict):
+        raise ModelError(str(path), "is no JSON object", wanted="the config of a model", do="download it again")
     kind = raw.get("model_type", "unknown")
     try:
-        return AutoConfig.from_pretrained(directory, trust_remote_code=cfg.trust_remote_code)
-    except (ValueError, KeyError, OSError, ImportError) as error:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=cfg.trust_remote_code)
+    except (
+        Exception
+    ) as error:  # many kinds, among them those of a validator of its own: each says what the file has wrong
         if raw.get("auto_map") and not cfg.trust_remote_code:
             raise ModelError(
                 str(directory),
@@ -202,12 +221,60 @@ def read_config(directory: Path, cfg: ModelConfig) -> Any:
             ) from None
         import transformers
 
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
-            str(directory),
-            f"transformers {transformers.__version__} cannot read a model of type {kind!r}: {first}",
-            do="upgrade transformers if the model is newer",
+            str(path),
+            f"transformers {transformers.__version__} cannot read a model of type {kind!r}: {in_a_line(error)}",
+            do="see to config.json if it was changed; upgrade transformers if the model is newer",
         ) from None
+    _check_sizes(path, config)
+    _check_kinds(path, raw, config)
+    return config
+
+
+def in_a_line(error: BaseException, limit: int = 300) -> str:
+    """What a library's exception says, without its line breaks."""
+    text = " ".join(str(error).split())
+    return text[:limit] if text else type(error).__name__
+
+
+_SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "max_position_embeddings", "n_embd", "n_head", "n_layer", "n_positions", "d_model",
+)  # fmt: skip
+
+
+def _check_sizes(path: Path, config: Any) -> None:
+    """Sizes that no model can have; a library would stumble over them late, each in words of its own."""
+    for name in _SIZES:
+        value = getattr(config, name, None)
+        if value is None or isinstance(value, list | tuple):  # a list: a size of each layer
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ModelError(str(path), f"{name} is {value!r}", wanted="a whole number above 0", do=_CONFIG_DO)
+    heads, groups = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
+    if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
+        raise ModelError(
+            str(path),
+            f"num_key_value_heads = {groups} does not divide num_attention_heads = {heads}",
+            wanted="as many query heads for each key-value head",
+            do=_CONFIG_DO,
+        )
+
+
+def _check_kinds(path: Path, raw: dict[str, Any], config: Any) -> None:
+    """What transformers does not look at before it uses it."""
+    names = raw.get("architectures")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise ModelError(str(path), f"architectures is {names!r}", wanted="a list of class names", do=_CONFIG_DO)
+    window = getattr(config, "sliding_window", None)
+    if window is not None and (not isinstance(window, int) or isinstance(window, bool)):
+        raise ModelError(str(path), f"sliding_window is {window!r}", wanted="a whole number, or null", do=_CONFIG_DO)
+    for name, value in raw.items():
+        if "dropout" in name and isinstance(value, int | float) and not isinstance(value, bool) and not 0 <= value < 1:
+            raise ModelError(str(path), f"{name} is {value!r}", wanted="at least 0 and below 1", do=_CONFIG_DO)
+
+
+_CONFIG_DO = "put config.json back as it came with the weights"
 
 
 def _refuse_what_is_not_text(directory: Path, config: Any) -> None:

@@ -64,11 +64,12 @@ def _tile(name: str, value: str, more: str = "") -> str:
 
 def _tiles(run: RunRecord) -> str:
     tiles = []
-    losses = [line["loss"] for line in run.evals if isinstance(line.get("loss"), int | float)]
+    measured = [line for line in run.evals if isinstance(line.get("loss"), int | float)]
+    losses = [line["loss"] for line in measured]
     if losses:
         best = min(range(len(losses)), key=losses.__getitem__)
         value = f"{losses[0]:.3f} → {losses[-1]:.3f}" if len(losses) > 1 else f"{losses[0]:.3f}"
-        tiles.append(_tile("held-out loss", value, f"best {losses[best]:.3f} at step {run.evals[best]['step']:,}"))
+        tiles.append(_tile("held-out loss", value, f"best {losses[best]:.3f} at step {measured[best]['step']:,}"))
     if run.train:
         tiles.append(
             _tile("steps", f"{run.train[-1]['step']:,}", f"{significant(run.train[-1].get('epoch', 0))} epochs")
@@ -93,12 +94,17 @@ def _phases(run: RunRecord) -> tuple[list[int], dict[str, list[float]]] | None:
     if not lines:
         return None
     names = list(dict.fromkeys(name for line in lines for name in line["seconds"]))
-    return [line["step"] for line in lines], {n: [line["seconds"].get(n) or 0.0 for line in lines] for n in names}
+    return [line["step"] for line in lines], {n: [_number(line["seconds"].get(n)) for line in lines] for n in names}
+
+
+def _number(value: Any) -> float:
+    return float(value) if type(value) in (int, float) else 0.0
 
 
 def _curves(run: RunRecord) -> str:
     figures = []
-    held_out = ([e["step"] for e in run.evals], [e["loss"] for e in run.evals])
+    measured = [e for e in run.evals if isinstance(e.get("loss"), int | float)]
+    held_out = ([e["step"] for e in measured], [e["loss"] for e in measured])
     if run.train or run.evals:
         figures.append(plots.loss(run.series("loss"), held_out))
     for key, title, label, zero in (

@@ -72,7 +72,8 @@ def draw(name: str, title: str, paint: Callable[[Axes], None], *, label: str, x_
         axes.set_xlabel(x_label)
         paint(axes)
         if axes.get_legend_handles_labels()[0]:
-            axes.legend(loc="lower right", bbox_to_anchor=(1.0, 0.98), ncols=4, borderaxespad=0, handlelength=1.4)
+            # below the axes, where the layout makes room for it: beside the title it covers a long one
+            figure.legend(loc="outside lower left", ncols=5, borderaxespad=0.2, handlelength=1.4, columnspacing=1.4)
         out = io.StringIO()
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     return _inline(out.getvalue(), name, label)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rft.errors import ConfigError
+from rft.training.metrics import is_metrics_line
 
 
 @dataclass(frozen=True)
@@ -105,12 +106,14 @@ def _metrics(path: Path, unreadable: list[str]) -> tuple[list[dict], list[dict],
             continue
         try:
             entry = json.loads(line)
-        except (json.JSONDecodeError, UnicodeDecodeError):
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
             # the last line of a run that was killed while it wrote is expected to be torn
             if number < len(lines):
                 unreadable.append(f"metrics.jsonl:{number}: not JSON")
             continue
-        if isinstance(entry, dict) and isinstance(entry.get("step"), int) and entry.get("kind") in ("train", "eval"):
+        if not is_metrics_line(entry):
+            unreadable.append(f"metrics.jsonl:{number}: not a line that rft writes")
+        elif entry["kind"] in ("train", "eval"):
             (train if entry["kind"] == "train" else evals)[entry["step"]] = entry
         else:
             others.append(entry)

@@ -56,7 +56,7 @@ def data_view(run: RunRecord) -> DataView:
     counts = [(name, run.data[name]) for name in ("train", "eval") if isinstance(run.data.get(name), dict)]
     if not counts and "read" in run.data:
         counts = [("train", run.data)]
-    evidence = list(_evidence(counts))
+    evidence = list(dict.fromkeys(_evidence(counts)))  # train and held-out rows of one file were decided once
     store_path = next((c["store"] for _, c in counts if isinstance(c.get("store"), str)), None)
     if store_path is None:
         return DataView(counts, evidence, missing="data.json names no prepared set")

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from rft import log
 from rft.checkpoint.load import Checkpoint, open_checkpoint
 from rft.config.load import load_config
 from rft.config.root import Config
-from rft.errors import RftError
+from rft.errors import RftError, TrainingError
 from rft.parallel.collectives import broadcast_json
 from rft.parallel.mesh import World, join_world, leave_world
 from rft.training import headline
@@ -64,7 +67,8 @@ def train_config(
             lock = take_run_dir(Path(config.train.out), new=new)
             log.open_run_log(lock.run_dir / LOG)
         run_dir = Path(broadcast_json(str(lock.run_dir) if lock else None, world.group))
-        return _train_in(config, world, run_dir, rows, config_path, report)
+        with _memory_is_told(world):
+            return _train_in(config, world, run_dir, rows, config_path, report)
     except (RftError, OSError, KeyboardInterrupt) as error:
         log.record("error", str(error))
         log.close_run_log()
@@ -76,6 +80,23 @@ def train_config(
         if lock is not None:
             lock.release()
         leave_world()
+
+
+@contextlib.contextmanager
+def _memory_is_told(world: World) -> Iterator[None]:
+    """Memory that ran out, as an error that says what to do. torch raises a plain RuntimeError for the machine's own."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        ran_out = isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
+        if not ran_out:
+            raise
+        raise TrainingError(
+            "memory of the GPU" if world.device.type == "cuda" else "memory of this machine",
+            f"ran out: {' '.join(str(error).split())[:240]}",
+            do="lower train.micro_batch or data.seq_len, or train an adapter instead of all weights; the same command goes "
+            "on from the last checkpoint",
+        ) from error
 
 
 def _train_in(

@@ -43,7 +43,7 @@ class Interrupted(Exception):
 def evaluate(run: Run | HeldOut, progress: Callable[[int, int], None] | None = None) -> Evaluation:
     """Loss over the whole held-out set. Nothing but one running sum outlives a micro-batch, so memory does not grow with the set.
 
-    progress(done, total) is called after each micro-batch. Raises Interrupted on every rank where a signal arrived.
+    progress(done, total) is called before the first micro-batch and after each. Raises Interrupted on every rank where a signal arrived.
     """
     assert run.eval_loader is not None, "evaluate() without a held-out set"
     start = time.perf_counter()
@@ -52,6 +52,8 @@ def evaluate(run: Run | HeldOut, progress: Callable[[int, int], None] | None = N
     total = loader.steps_in_epoch(0, packs_per_step)
     loss_sum = torch.zeros((), device=run.device, dtype=torch.float64)
     counts = {"weight": 0.0, "tokens": 0.0, "label_tokens": 0.0}
+    if progress:
+        progress(0, total)
     with evaluating(run.trainee):
         for done, micro_batches in enumerate(loader.steps(0, packs_per_step), 1):
             for batch in micro_batches:

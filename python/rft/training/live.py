@@ -24,6 +24,7 @@ class Progress:
         self._train: dict[str, Any] = {}
         self._seconds_a_step = 0.0
         self._last_plain = float("-inf")
+        self._last_evaluating = float("-inf")
         self._live: Live | None = None
         if shown and log.is_terminal():
             self._live = Live(Text(""), console=log.console(), auto_refresh=False, transient=True)
@@ -49,9 +50,19 @@ class Progress:
             self._show(force=True)
 
     def evaluating(self, done: int, total: int) -> None:
-        """An evaluation is under way."""
+        """An evaluation is under way; called with 0 as it begins. Where nobody watches, long ones say so now and then."""
         if self._live is not None:
             self._live.update(Text(f"evaluating {done}/{total}  {self._words()}"), refresh=True)
+        elif self._shown:
+            now = time.monotonic()
+            if done == 0:
+                self._last_evaluating = now
+                if not self._eval_note:  # nothing has been shown since the weights were read
+                    when = f"after step {self._step}" if self._step else "before the first step"
+                    log.line(f"evaluating the held-out rows {when}: {total:,} batches")
+            elif done < total and now - self._last_evaluating >= PLAIN_SECONDS:
+                self._last_evaluating = now
+                log.line(f"evaluating {done:,}/{total:,}")
 
     def close(self) -> None:
         if self._live is not None:

@@ -7,7 +7,7 @@ import math
 import os
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from rft import log
 from rft.errors import TrainingError
 from rft.losses import NEXT_TOKEN
 from rft.models.finite import useless_numbers
@@ -45,25 +46,67 @@ class MetricsFile:
 
 
 def _keep_up_to(path: Path, step: int | None) -> list[dict[str, Any]]:
-    """Drop torn lines, and lines of steps that will be run again; returns the others."""
+    """Drop torn lines, and lines of steps that will be run again; returns the others. Lines that no kill leaves are told."""
     if not path.exists():
         return []
     if step is None:
         path.unlink()
         return []
     kept, lines = [], []
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    damaged: list[str] = []
+    texts = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    for number, text in enumerate(texts, 1):
+        if not text.strip():
+            continue
         try:
             line = json.loads(text)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(line, dict) and line.get("step", 0) <= step:
+        except (json.JSONDecodeError, RecursionError):
+            line = None
+        if not is_metrics_line(line):
+            if number < len(texts):  # the last line has no end: torn by what killed the run
+                damaged.append(str(number))
+        elif line["step"] <= step:
             kept.append(text)
             lines.append(line)
+    if damaged:
+        shown = ", ".join(damaged[:5]) + (f" and {len(damaged) - 5} more" if len(damaged) > 5 else "")
+        log.warn(f"{path.name}: line {shown} is not as rft writes it and is left out: the curves have a gap there")
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(text + "\n" for text in kept), encoding="utf-8")
     os.replace(temporary, path)
     return lines
+
+
+_NUMBERS = (
+    "loss",
+    "grad_norm",
+    "lr",
+    "tokens",
+    "label_tokens",
+    "tokens_per_second",
+    "mfu",
+    "memory_peak_bytes",
+    "epoch",
+)
+
+
+def is_metrics_line(line: Any) -> bool:
+    """Whether it is a line as a run writes it: an object with a step, whose numbers are numbers. Other kinds may follow later."""
+    if not isinstance(line, dict) or type(line.get("step")) is not int or not isinstance(line.get("kind"), str):
+        return False
+    return all(type(line[key]) in (int, float) for key in _NUMBERS if line.get(key) is not None) and isinstance(
+        line.get("seconds", {}), dict
+    )
+
+
+def check_sums(lines: Iterable[dict[str, Any]], tokens: int) -> None:
+    """Say so where the lines do not account for the tokens that the checkpoint counts: some are missing, or were changed."""
+    accounted = sum(int(line.get("tokens") or 0) for line in lines if line["kind"] == "train")
+    if accounted != tokens:
+        log.warn(
+            f"metrics.jsonl accounts for {accounted:,} of the {tokens:,} tokens that this run was trained on: lines are "
+            "missing or were changed, and the curves with them",
+        )
 
 
 class StepClock:
@@ -206,12 +249,13 @@ class Meter:
 def _refuse_bad_numbers(pending: _Pending, terms: list[str], source: ModelSource | None) -> None:
     """Raises TrainingError for a loss that is not finite, and for gradients that are all zero; ModelError for base weights."""
     for record, values in zip(pending.records, pending.values.tolist(), strict=True):
-        named = dict(zip([*terms, "gradient norm"], values, strict=True))
+        names = ["loss" if term == NEXT_TOKEN else term.replace("_", " ") for term in terms]
+        named = dict(zip([*names, "gradient norm"], values, strict=True))
         for name, value in named.items():
             if not math.isfinite(value):
                 raise useless_numbers(
                     source,
-                    f"the {name.replace('_', ' ')} is {value}: the weights of this step are useless",
+                    f"the {name} is {value}: the weights of this step are useless",
                     where=f"step {record.step}",
                     do='lower optim.lr, or try train.precision = "fp32"; run again to go on from the last checkpoint',
                 )

@@ -8,7 +8,7 @@ from typing import Any
 from rft import log
 from rft.training.flops import peak_flops
 from rft.training.live import Progress
-from rft.training.metrics import Meter, MetricsFile
+from rft.training.metrics import Meter, MetricsFile, check_sums
 from rft.training.run import Run
 from rft.training.step import StepResult
 from rft.training.trackers import Tracker, open_trackers, values_of
@@ -26,6 +26,8 @@ class Recorder:
         self._trackers: list[Tracker] = []
         peak = peak_flops(run.device_name, run.config.train.precision) if run.device.type == "cuda" else None
         self._meter = Meter(run, peak, self._train_line)
+        if self._file is not None and resumed is not None:
+            check_sums(self._file.kept, run.state.tokens)
         before = [line for line in self._file.kept if line.get("kind") == "train"] if self._file is not None else []
         self.last_train: dict[str, Any] = before[-1] if before else {}
         """The last train line, also of an earlier process of the run."""

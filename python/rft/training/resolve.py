@@ -82,6 +82,7 @@ def resolve(
     _decide_memory(deciding, config, facts, machine, kernels, isolates, can_recompute)
     if machine.kind == "cpu" and config.train.deterministic == "auto":
         deciding.set("train.deterministic", True, "a CPU always is")
+    _check_micro_batch(deciding, config, facts, machine)
     if config.checkpoint.final is None:
         stops = config.train.early_stop is not None
         final, reason = ("best", "train.early_stop is set") if stops else ("last", "no train.early_stop")
@@ -182,6 +183,23 @@ def _decide_seq_len(deciding: _Deciding, config: Config, facts: Facts) -> None:
             f"the model was trained for {most:,} positions",
             wanted=f"at most {most}",
             do=f"set data.seq_len = {most}; longer documents are handled by data.overlong",
+        )
+
+
+def _check_micro_batch(deciding: _Deciding, config: Config, facts: Facts, machine: Machine) -> None:
+    """Refuse what cannot be held whatever is done about activations: one layer's states and their gradients."""
+    packs, seq_len = config.train.micro_batch, deciding.changes.get("data", {}).get("seq_len", config.data.seq_len)
+    assert seq_len is not None, "decided before"
+    if packs == "auto":
+        return
+    tokens = packs if config.data.packing == "none" else packs * seq_len  # a document has a token at least
+    least = 2 * tokens * facts.hidden_size * (4 if config.train.precision == "fp32" else 2)
+    if least > machine.memory_bytes or tokens >= 2**31:
+        raise ConfigError(
+            f"train.micro_batch = {packs}",
+            f"{tokens:,} tokens at one time: the states of one layer and their gradients alone take "
+            f"{least / 2**30:,.1f} GiB, and there are {machine.memory_bytes / 2**30:,.1f}",
+            do="leave train.micro_batch out, and set how much a step is with train.tokens_per_step",
         )
 
 

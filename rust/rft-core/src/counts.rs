@@ -238,17 +238,23 @@ impl Counts {
         };
         let first = self.notes.values().flatten().next();
         let why = why + &first.map_or(String::new(), |note| format!(" (first: {}: {})", note.place, note.text));
-        let elsewhere: u64 =
-            [Reason::HeldOut, Reason::NotHeldOut].iter().filter_map(|r| self.dropped.get(r.name())).sum();
+        let rows_of = |reasons: &[Reason]| reasons.iter().filter_map(|r| self.dropped.get(r.name())).sum::<u64>();
+        let elsewhere = rows_of(&[Reason::HeldOut, Reason::NotHeldOut]);
+        let left_out = rows_of(&[Reason::NotSampled, Reason::OverMaxRows]);
+        if left_out > 0 && left_out == self.read {
+            return Error::new(Kind::Data, place, format!("none of the {} rows is chosen{why}", self.read))
+                .wanted("at least one row")
+                .remedy("raise the weight or max_rows of the data set");
+        }
         if let Some(holdout) = &spec.holdout
-            && self.read > 0
-            && elsewhere == self.read
+            && elsewhere > 0
+            && elsewhere + left_out == self.read
         {
             let (side, change) = match holdout.part {
                 Part::Train => ("holds out all", "smaller"),
                 Part::Eval => ("holds out none", "larger"),
             };
-            let problem = format!("eval_fraction = {} {side} of the {} rows", holdout.fraction, self.read);
+            let problem = format!("eval_fraction = {} {side} of the {elsewhere} rows", holdout.fraction);
             return Error::new(Kind::Data, place, problem)
                 .wanted("rows on both sides")
                 .remedy(format!("set a {change} data.eval_fraction, or name a file of its own under [[data.eval]]"));

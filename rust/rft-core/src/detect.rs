@@ -32,6 +32,19 @@ pub fn detect(rows: &[Map<String, Value>], source: &Source) -> std::result::Resu
     Err(unknown_format(rows.first()))
 }
 
+/// Columns by which rows for other losses are known.
+pub(crate) const OF_OTHER_LOSSES: [&str; 5] = ["chosen", "rejected", "label", "completions", "labels"];
+
+/// Whether a value says good or bad, in any of the ways that files write it.
+fn is_verdict(value: &Value) -> bool {
+    match value {
+        Value::Bool(_) => true,
+        Value::Number(number) => matches!(number.as_i64(), Some(0 | 1)),
+        Value::String(text) => matches!(text.to_lowercase().as_str(), "true" | "false" | "0" | "1"),
+        _ => false,
+    }
+}
+
 /// Rows for other losses must not be trained as if all of their answers were right.
 fn refuse_preferences(row: &Map<String, Value>) -> RowResult<()> {
     let has = |name: &str| row.get(name).is_some_and(|value| !value.is_null());
@@ -47,7 +60,7 @@ fn refuse_preferences(row: &Map<String, Value>) -> RowResult<()> {
             "\"chosen\" and \"rejected\"",
             format!("to train on the chosen answers alone, set {chosen}"),
         )
-    } else if has("completion") && row.get("label").is_some_and(Value::is_boolean) {
+    } else if has("completion") && row.get("label").is_some_and(is_verdict) {
         let remedy = format!("take out the rows whose label is false, or set {plain} to train on all of them");
         ("answers marked as good or bad", "\"completion\" and a \"label\"", remedy)
     } else if row.get("completions").is_some_and(Value::is_array) && row.get("labels").is_some_and(Value::is_array) {

@@ -22,6 +22,7 @@ use crate::rows::{Outcome, Renderer, Rows, Scratch};
 use crate::seen::Seen;
 use crate::spec::{FormatChoice, OnError, Part, Source, Spec};
 use crate::store::{self, Begun, Document, Shard, SourceRecord, Writer};
+use crate::tokenizer::unicode;
 use crate::tokens::Tokens;
 
 /// A block is what a thread takes at a time: large enough for a caller's renderer, small enough to share out evenly.
@@ -65,13 +66,12 @@ pub fn prepare(
     let total = spec.sources.iter().map(readers::size).sum();
     let hashes = key::hashes(spec)?;
     let inputs = key::inputs(spec, &hashes);
-    let (major, minor, patch) = char::UNICODE_VERSION;
     let layout = store::Layout {
         key: key::of_inputs(&inputs),
         vocab_size: spec.tokenizer.vocab_size,
         tokenizer: xxh3_64(spec.tokenizer.json.as_bytes()),
         template: spec.template.as_ref().map_or(0, |text| xxh3_64(text.as_bytes())),
-        unicode: format!("{major}.{minor}.{patch}"),
+        unicode: unicode::Version::default().name().into(),
         shard_bytes: spec.shard_bytes,
     };
     let begun = Writer::begin(out, layout, &mut || observer.progress(0, total, 0))?;

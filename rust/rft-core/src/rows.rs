@@ -11,7 +11,7 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 use crate::chat::{self, Filled, Job, Masked, Request, Shapes, Wanted};
 use crate::error::{Error, Kind, Result};
 use crate::example::{self, Chat, Content, Format, Message, Parser, ROLES, Reason, RowError};
-use crate::jsonl::{Layout, Reader};
+use crate::jsonl::{Block, Layout, Reader};
 use crate::lean::Lean;
 use crate::spec::{ControlPolicy, FormatChoice, Part, RendererKind, Source, Spec};
 use crate::template::{self, Rendered, Template, to_value};
@@ -233,7 +233,7 @@ impl<'a> Rows<'a> {
         self
     }
 
-    /// Hands text and spans of a row's chat to `see`, and makes no tokens of it; false where it is none or is dropped.
+    /// Hands text and spans of a row's chat to `see`, and makes no tokens of it; else says why the row is left out.
     fn measure(
         &self,
         parser: &Parser,
@@ -241,19 +241,23 @@ impl<'a> Rows<'a> {
         bytes: &[u8],
         scratch: &mut Scratch,
         see: &mut dyn FnMut(&str, &[chat::Span]),
-    ) -> bool {
+    ) -> std::result::Result<(), String> {
         if self.fill_lean(parser, layout, bytes, scratch).is_some() {
             see(&scratch.filled.text, &scratch.filled.spans);
-            return true;
+            return Ok(());
         }
-        let Row::Chat { job, spelled, .. } = self.begin(parser, layout, bytes) else { return false };
+        let (job, spelled) = match self.begin(parser, layout, bytes) {
+            Row::Chat { job, spelled, .. } => (job, spelled),
+            Row::Done(Outcome::Dropped(error)) => return Err(error.problem),
+            Row::Done(Outcome::Kept(_)) => return Err("it is no chat".into()),
+        };
         if self.fill_job(&job, spelled, scratch).is_some() {
             see(&scratch.filled.text, &scratch.filled.spans);
-            return true;
+            return Ok(());
         }
-        let Ok(masked) = self.render_native(*job) else { return false };
+        let masked = self.render_native(*job).map_err(|error| error.problem)?;
         masked.iter().for_each(|part| see(&part.text, &part.spans));
-        true
+        Ok(())
     }
 
     /// Whether a row belongs to the other side of a split.
@@ -397,6 +401,37 @@ impl<'a> Rows<'a> {
     }
 }
 
+/// Text and trained spans of each document of a row, or why it is left out.
+pub type Shown = std::result::Result<Vec<(String, Vec<(usize, usize)>)>, String>;
+
+/// What the chats of the first source become, without tokens. `fill`: as in a preparation; else each is rendered for itself.
+pub fn masked(spec: &Spec, fill: bool) -> Result<Vec<Shown>> {
+    let rows = Rows::new(spec, None)?;
+    let rows = if fill { rows } else { rows.one_by_one() };
+    let (parser, layout, block) = whole_file(&spec.sources[0])?;
+    let mut scratch = Scratch::default();
+    let shown = |bytes: &[u8]| {
+        let mut documents = Vec::new();
+        rows.measure(&parser, layout, bytes, &mut scratch, &mut |text, spans| {
+            documents.push((text.to_string(), spans.iter().map(|span| (span.start, span.end)).collect()));
+        })
+        .map(|()| documents)
+    };
+    Ok(block.rows().map(|(_, bytes)| bytes).map(shown).collect())
+}
+
+fn whole_file(source: &Source) -> Result<(Parser, Layout, Block)> {
+    let mut reader = Reader::open(Path::new(&source.path), source.shown())?;
+    let Some(block) = reader.next_block(usize::MAX, usize::MAX)? else {
+        return Err(Error::new(Kind::Data, source.shown(), "the file holds no rows"));
+    };
+    let FormatChoice::Fixed(format) = source.format else {
+        return Err(Error::new(Kind::Argument, source.shown(), "the format has to be named"));
+    };
+    let parser = Parser::new(format, source).map_err(|problem| Error::new(Kind::Data, source.shown(), problem))?;
+    Ok((parser, reader.layout(), block))
+}
+
 /// What [`measure`] found.
 #[derive(Clone, Debug, Default)]
 pub struct Measured {
@@ -417,38 +452,30 @@ pub struct Measured {
 pub fn measure(spec: &Spec, repeats: usize, fill: bool) -> Result<Measured> {
     let rows = Rows::new(spec, None)?;
     let rows = if fill { rows } else { rows.one_by_one() };
-    let source = &spec.sources[0];
-    let mut reader = Reader::open(Path::new(&source.path), source.shown())?;
-    let Some(block) = reader.next_block(usize::MAX, usize::MAX)? else {
-        return Err(Error::new(Kind::Data, source.shown(), "the file holds no rows"));
-    };
-    let FormatChoice::Fixed(format) = source.format else {
-        return Err(Error::new(Kind::Argument, "measure", "the format has to be named"));
-    };
-    let parser = Parser::new(format, source).map_err(|problem| Error::new(Kind::Data, source.shown(), problem))?;
+    let (parser, layout, block) = whole_file(&spec.sources[0])?;
     let mut scratch = Scratch::default();
     let mut measured = Measured { rows: block.len(), ..Measured::default() };
     for _ in 0..repeats {
         let began = cpu_seconds();
         (measured.chats, measured.bytes) = (0, (0, 0));
         for (_, bytes) in block.rows() {
-            let found = rows.measure(&parser, reader.layout(), bytes, &mut scratch, &mut |text, spans| {
+            let found = rows.measure(&parser, layout, bytes, &mut scratch, &mut |text, spans| {
                 measured.bytes.0 += text.len();
                 measured.bytes.1 += spans.iter().map(|span| span.end - span.start).sum::<usize>();
             });
-            measured.chats += usize::from(found);
+            measured.chats += usize::from(found.is_ok());
         }
         measured.seconds.push(cpu_seconds() - began);
     }
     let mut hash = Xxh3::new();
     for (_, bytes) in block.rows() {
-        let kept = rows.measure(&parser, reader.layout(), bytes, &mut scratch, &mut |text, spans| {
+        let kept = rows.measure(&parser, layout, bytes, &mut scratch, &mut |text, spans| {
             hash.update(text.as_bytes());
             spans
                 .iter()
                 .for_each(|span| hash.update(format!("{},{},{};", span.start, span.end, span.weight).as_bytes()));
         });
-        hash.update(&[u8::from(kept)]);
+        hash.update(&[u8::from(kept.is_ok())]);
     }
     measured.digest = hash.digest();
     Ok(measured)

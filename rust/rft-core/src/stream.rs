@@ -110,14 +110,39 @@ pub struct Taken {
     pub filled: Filled,
 }
 
+/// Slots that wake the thread, and micro-batches that wake who waits for one: waking costs as much as filling, so several go
+/// at once where there is more to come.
+const AT_ONCE: usize = 3;
+
 #[derive(Default)]
 struct State {
+    /// Whether the thread waits for slots.
+    idle: bool,
+    /// Callers that wait for a micro-batch.
+    hungry: usize,
     submitted: VecDeque<Slot>,
     filling: bool,
     ready: VecDeque<Taken>,
     failed: Option<Error>,
     finished: bool,
     closed: bool,
+}
+
+impl State {
+    fn enough_to_fill(&self) -> bool {
+        self.submitted.len() >= AT_ONCE || (self.hungry > 0 && !self.submitted.is_empty())
+    }
+
+    fn enough_to_take(&self) -> bool {
+        self.ready.len() >= AT_ONCE || self.submitted.is_empty() || self.failed.is_some() || self.finished
+    }
+
+    /// Whether there is something to wait for in [`Stream::take`], and nothing to take.
+    fn blocks(&self) -> bool {
+        self.ready.is_empty()
+            && !(self.finished || self.closed || self.failed.is_some())
+            && (self.filling || !self.submitted.is_empty())
+    }
 }
 
 #[derive(Default)]
@@ -180,7 +205,11 @@ impl Stream {
             return Err(Error::new(Kind::Argument, "stream", "it is closed"));
         }
         state.submitted.push_back(slot);
-        self.shared.to_fill.notify_one();
+        let wake = state.idle && state.enough_to_fill();
+        drop(state);
+        if wake {
+            self.shared.to_fill.notify_one();
+        }
         Ok(())
     }
 
@@ -190,29 +219,20 @@ impl Stream {
     /// What the thread met; no slot to wait for.
     pub fn take(&self) -> Result<Option<Taken>> {
         self.check_process()?;
+        while !self.wait(Duration::from_secs(3600)) {}
         let mut state = self.shared.lock();
-        loop {
-            if let Some(taken) = state.ready.pop_front() {
-                return Ok(Some(taken));
-            }
-            if let Some(error) = &state.failed {
-                return Err(error.clone());
-            }
-            if state.finished {
-                return Ok(None);
-            }
-            if state.closed {
-                return Err(Error::new(Kind::Argument, "stream", "it is closed"));
-            }
-            if state.submitted.is_empty() && !state.filling {
-                return Err(Error::new(
-                    Kind::Argument,
-                    "stream",
-                    "no buffers were submitted, so there is nothing to wait for",
-                ));
-            }
-            state = self.shared.to_take.wait(state).unwrap_or_else(|poisoned| poisoned.into_inner());
+        if let Some(taken) = state.ready.pop_front() {
+            return Ok(Some(taken));
         }
+        if let Some(error) = &state.failed {
+            return Err(error.clone());
+        }
+        if state.finished {
+            return Ok(None);
+        }
+        let problem =
+            if state.closed { "it is closed" } else { "no buffers were submitted, so there is nothing to wait for" };
+        Err(Error::new(Kind::Argument, "stream", problem))
     }
 
     /// Whether [`Stream::take`] would return at once; waits for that, but no longer than `at_most`: who waits for a slow disk
@@ -221,17 +241,17 @@ impl Stream {
         if self.process != std::process::id() {
             return true; // `take` says what is wrong
         }
-        let state = self.shared.lock();
-        let blocked = |state: &mut State| {
-            state.ready.is_empty()
-                && !(state.finished || state.closed || state.failed.is_some())
-                && (state.filling || !state.submitted.is_empty())
-        };
-        let (_state, waited) = self
-            .shared
-            .to_take
-            .wait_timeout_while(state, at_most, blocked)
-            .unwrap_or_else(|poisoned| poisoned.into_inner());
+        let mut state = self.shared.lock();
+        if !state.blocks() {
+            return true;
+        }
+        state.hungry += 1;
+        if state.idle {
+            self.shared.to_fill.notify_one();
+        }
+        let waited = self.shared.to_take.wait_timeout_while(state, at_most, |state| state.blocks());
+        let (mut state, waited) = waited.unwrap_or_else(|poisoned| poisoned.into_inner());
+        state.hungry -= 1;
         !waited.timed_out()
     }
 
@@ -300,9 +320,11 @@ impl Filler {
                     }
                     Err(error) => state.failed = Some(error),
                 }
-                let failed = state.failed.is_some();
+                let (failed, wake) = (state.failed.is_some(), state.hungry > 0 && state.enough_to_take());
                 drop(state);
-                self.shared.to_take.notify_all();
+                if wake {
+                    self.shared.to_take.notify_all();
+                }
                 if failed {
                     return;
                 }
@@ -315,16 +337,18 @@ impl Filler {
     /// Waits for a slot; none when the stream is closed.
     fn next_slot(&self) -> Option<Slot> {
         let mut state = self.shared.lock();
-        loop {
-            if state.closed {
-                return None;
-            }
-            if let Some(slot) = state.submitted.pop_front() {
-                state.filling = true;
-                return Some(slot);
-            }
-            state = self.shared.to_fill.wait(state).unwrap_or_else(|poisoned| poisoned.into_inner());
+        if state.submitted.is_empty() {
+            // Asleep until there are several: awake it fills all that there are.
+            state.idle = true;
+            let woken = self.shared.to_fill.wait_while(state, |state| !state.closed && !state.enough_to_fill());
+            state = woken.unwrap_or_else(|poisoned| poisoned.into_inner());
+            state.idle = false;
         }
+        if state.closed {
+            return None;
+        }
+        state.filling = true;
+        state.submitted.pop_front()
     }
 
     fn fill(&self, packs: &[Option<usize>], slot: Slot) -> Result<Filled> {

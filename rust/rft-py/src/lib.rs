@@ -21,9 +21,12 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(prepare::store_key, module)?)?;
     module.add_function(wrap_pyfunction!(prepare::key_inputs, module)?)?;
     module.add_function(wrap_pyfunction!(prepare::measure_rows, module)?)?;
+    module.add_function(wrap_pyfunction!(prepare::masked_rows, module)?)?;
     module.add_function(wrap_pyfunction!(prepare::source_hashes, module)?)?;
     module.add_function(wrap_pyfunction!(data::data_command, module)?)?;
     module.add_function(wrap_pyfunction!(readers::archive_members, module)?)?;
+    module.add_function(wrap_pyfunction!(readers::fetch_remote, module)?)?;
+    module.add_function(wrap_pyfunction!(readers::list_remote, module)?)?;
     module.add_function(wrap_pyfunction!(pack::pack, module)?)?;
     module.add_function(wrap_pyfunction!(pack::deal, module)?)?;
     module.add_class::<template::Template>()?;

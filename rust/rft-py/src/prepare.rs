@@ -11,7 +11,7 @@ use rft_core::template::Rendered;
 use rft_core::{Error, Kind, key};
 
 use crate::error::to_py;
-use crate::template::byte_spans;
+use crate::template::{byte_spans, char_spans};
 
 /// Where a Python exception waits until the core has returned.
 type Raised = Mutex<Option<PyErr>>;
@@ -122,4 +122,26 @@ type Measured = (usize, usize, usize, usize, String, Vec<f64>);
 pub fn measure_rows(py: Python<'_>, spec: &str, repeats: usize, fill: bool) -> PyResult<Measured> {
     let found = py.detach(|| rft_core::rows::measure(&Spec::parse(spec)?, repeats, fill)).map_err(to_py)?;
     Ok((found.rows, found.chats, found.bytes.0, found.bytes.1, key::hex(found.digest), found.seconds))
+}
+
+/// Text and character spans of each document of a row, or the sentence that says why the row is left out.
+#[derive(IntoPyObject)]
+pub enum Shown {
+    Documents(Vec<(String, Vec<(usize, usize)>)>),
+    Problem(String),
+}
+
+#[pyfunction]
+#[pyo3(signature = (spec, fill=true))]
+pub fn masked_rows(py: Python<'_>, spec: &str, fill: bool) -> PyResult<Vec<Shown>> {
+    let rows = py.detach(|| rft_core::rows::masked(&Spec::parse(spec)?, fill)).map_err(to_py)?;
+    let in_characters = |(text, spans): (String, Vec<(usize, usize)>)| {
+        let spans = char_spans(&text, &spans);
+        (text, spans)
+    };
+    let shown = |row: rft_core::rows::Shown| match row {
+        Ok(documents) => Shown::Documents(documents.into_iter().map(in_characters).collect()),
+        Err(problem) => Shown::Problem(problem),
+    };
+    Ok(rows.into_iter().map(shown).collect())
 }

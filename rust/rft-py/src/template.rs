@@ -17,7 +17,7 @@ pub fn byte_spans(text: &str, spans: &[(usize, usize)]) -> Option<Vec<(usize, us
 }
 
 /// Byte offsets as character offsets.
-fn char_spans(text: &str, spans: &[(usize, usize)]) -> Vec<(usize, usize)> {
+pub fn char_spans(text: &str, spans: &[(usize, usize)]) -> Vec<(usize, usize)> {
     let chars = |at: usize| text[..at].chars().count();
     spans.iter().map(|&(start, end)| (chars(start), chars(end))).collect()
 }

@@ -6,7 +6,9 @@
 use std::collections::HashSet;
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
-use std::path::Path;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
 
 use tar::EntryType;
 
@@ -75,24 +77,30 @@ pub fn members(path: &Path) -> Result<Vec<Member>> {
     let mut found = Vec::new();
     visit(path, &mut |member| {
         found.push(member);
-        Ok(true)
+        Ok(())
     })?;
     Ok(found)
 }
 
-/// The member of this name.
+/// The member of this name. The members of the archive asked for last are remembered: sources name one after another.
 pub(super) fn find(path: &Path, name: &str) -> Result<Member> {
-    let mut found = None;
-    visit(path, &mut |member| {
-        if member.name == name {
-            found = Some(member);
-        }
-        Ok(found.is_none())
-    })?;
+    let meta = std::fs::metadata(path).map_err(|e| Error::io(path, "opening", &e))?;
+    let state = (path.to_path_buf(), meta.ino(), meta.len(), meta.mtime(), meta.mtime_nsec(), meta.ctime_nsec());
+    let mut last = LAST.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    let known = match last.take() {
+        Some((known, found)) if known == state => found,
+        _ => members(path)?,
+    };
+    let found = known.iter().find(|member| member.name == name).cloned();
+    *last = Some((state, known));
     found.ok_or_else(|| {
         Error::new(Kind::Data, path.display().to_string(), format!("the archive has no member {name:?}"))
     })
 }
+
+/// Path, inode, length and times of an archive.
+type State = (PathBuf, u64, u64, i64, i64, i64);
+static LAST: Mutex<Option<(State, Vec<Member>)>> = Mutex::new(None);
 
 /// The bytes of a member.
 pub(super) fn open(path: &Path, name: &str) -> Result<Box<dyn Read + Send>> {
@@ -164,15 +172,15 @@ fn skip(input: &mut impl Read, mut bytes: u64) -> io::Result<()> {
     Ok(())
 }
 
-/// Hands each file to `see` until it says no.
-fn visit(path: &Path, see: &mut dyn FnMut(Member) -> Result<bool>) -> Result<()> {
+/// Hands each file to `see`.
+fn visit(path: &Path, see: &mut dyn FnMut(Member) -> Result<()>) -> Result<()> {
     let shown = path.display().to_string();
     let mut file = File::open(path).map_err(|e| Error::io(path, "opening", &e))?;
     let mut head = Vec::with_capacity(4);
     (&mut file).take(4).read_to_end(&mut head).map_err(|e| Error::io(path, "reading", &e))?;
     file.rewind().map_err(|e| Error::io(path, "reading", &e))?;
     let mut names = HashSet::new();
-    let mut checked = |member: Member| -> Result<bool> {
+    let mut checked = |member: Member| -> Result<()> {
         if names.len() >= MOST_MEMBERS {
             return Err(refused(&shown, &member.name, &format!("the archive has more than {MOST_MEMBERS} members")));
         }
@@ -184,7 +192,7 @@ fn visit(path: &Path, see: &mut dyn FnMut(Member) -> Result<bool>) -> Result<()>
     if is_zip(&head) { visit_zip(file, path, &mut checked) } else { visit_tar(file, path, &mut checked) }
 }
 
-fn visit_zip(file: File, path: &Path, see: &mut dyn FnMut(Member) -> Result<bool>) -> Result<()> {
+fn visit_zip(file: File, path: &Path, see: &mut dyn FnMut(Member) -> Result<()>) -> Result<()> {
     let shown = path.display().to_string();
     let told = |e: &zip::result::ZipError| {
         Error::new(Kind::Data, &shown, format!("the zip archive is damaged: {e}")).remedy("fetch or write it again")
@@ -219,14 +227,12 @@ fn visit_zip(file: File, path: &Path, see: &mut dyn FnMut(Member) -> Result<bool
             return Err(refused(&shown, &name, "the archive does not say where it lies"));
         };
         drop(entry);
-        if !see(Member { name, size, place: Place::Zip { start, packed, method, crc } })? {
-            break;
-        }
+        see(Member { name, size, place: Place::Zip { start, packed, method, crc } })?;
     }
     Ok(())
 }
 
-fn visit_tar(file: File, path: &Path, see: &mut dyn FnMut(Member) -> Result<bool>) -> Result<()> {
+fn visit_tar(file: File, path: &Path, see: &mut dyn FnMut(Member) -> Result<()>) -> Result<()> {
     let shown = path.display().to_string();
     let told = |e: &io::Error| {
         Error::new(Kind::Data, &shown, format!("the tar archive is damaged or cut short: {e}"))
@@ -260,9 +266,7 @@ fn visit_tar(file: File, path: &Path, see: &mut dyn FnMut(Member) -> Result<bool
         if size > FREE_BYTES && size / MOST_TIMES > packed {
             return Err(refused(&shown, &name, &format!("it unpacks to more than {MOST_TIMES} times the archive")));
         }
-        if !see(Member { name, size, place: Place::Tar(start) })? {
-            break;
-        }
+        see(Member { name, size, place: Place::Tar(start) })?;
     }
     Ok(())
 }

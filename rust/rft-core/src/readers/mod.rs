@@ -11,6 +11,8 @@ mod columns;
 mod csv;
 mod json;
 mod parquet;
+#[cfg(feature = "remote")]
+pub mod remote;
 pub(crate) mod stream;
 
 use std::collections::HashSet;
@@ -332,7 +334,9 @@ impl Columns {
             FormatChoice::Auto => {
                 let fits = |format: &Format| Parser::new(*format, source).is_ok();
                 let formats: Vec<Format> = Format::ALL.into_iter().filter(fits).collect();
-                Columns::of(&formats, source, false)
+                let mut columns = Columns::of(&formats, source, false);
+                columns.names.extend(detect::OF_OTHER_LOSSES.map(String::from));
+                columns
             }
         }
     }

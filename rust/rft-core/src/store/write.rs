@@ -132,10 +132,18 @@ impl Buffer {
     fn push(&mut self, document: &Document, wide: bool) {
         let Document { ids, trained, weights, source, line } = document;
         let base = self.num_tokens();
+        // Resized first: a plain loop over chunks becomes a copy, extending by an iterator of bytes does not.
+        let at = self.tokens.len();
         if wide {
-            self.tokens.extend(ids.iter().flat_map(|id| id.to_le_bytes()));
+            self.tokens.resize(at + ids.len() * 4, 0);
+            for (to, id) in self.tokens[at..].as_chunks_mut::<4>().0.iter_mut().zip(*ids) {
+                *to = id.to_le_bytes();
+            }
         } else {
-            self.tokens.extend(ids.iter().flat_map(|id| (*id as u16).to_le_bytes()));
+            self.tokens.resize(at + ids.len() * 2, 0);
+            for (to, id) in self.tokens[at..].as_chunks_mut::<2>().0.iter_mut().zip(*ids) {
+                *to = (*id as u16).to_le_bytes();
+            }
         }
         for [start, end] in *trained {
             let (start, end) = (start + base as u32, end + base as u32);

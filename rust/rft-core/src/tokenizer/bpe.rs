@@ -81,8 +81,8 @@ pub struct Bpe {
     bytes: [u32; 256],
     /// Ids of the bytes of characters that the vocabulary lacks ([`Unit::Char`]).
     fallback: [u32; 256],
-    /// Products of two bytes, by left << 8 | right.
-    two: Vec<u32>,
+    /// The token that each character below U+10000 may stand for before any merge; see [`Bpe::whole_chars`].
+    chars: Vec<u32>,
     pairs: Pairs,
     trie: Trie,
     /// The longest shorter token that each token starts with.
@@ -152,11 +152,20 @@ pub struct Memo {
     ranks: Vec<u32>,
 }
 
-const MEMO: usize = 1 << 15;
+const MEMO_BITS: u32 = 16;
+
+/// How many symbols at most are merged pick by pick; longer pieces are searched. Below 32: [`Bpe::pick`].
+const PICKED: usize = 31;
 
 impl Default for Memo {
     fn default() -> Memo {
-        Memo { answers: vec![EMPTY; MEMO], stack: Vec::new(), dead: Vec::new(), symbols: Vec::new(), ranks: Vec::new() }
+        Memo {
+            answers: vec![EMPTY; 1 << MEMO_BITS],
+            stack: Vec::new(),
+            dead: Vec::new(),
+            symbols: Vec::new(),
+            ranks: Vec::new(),
+        }
     }
 }
 
@@ -173,6 +182,17 @@ fn letters() -> [Option<u8>; 324] {
         }
     }
     bytes
+}
+
+/// GPT-2's letter of each byte.
+pub fn letters_of_bytes() -> [char; 256] {
+    let mut all = ['\0'; 256];
+    for (code, byte) in (0u32..).zip(letters()) {
+        if let Some(byte) = byte {
+            all[usize::from(byte)] = char::from_u32(code).unwrap_or_default();
+        }
+    }
+    all
 }
 
 /// Tokens as bytes, one behind the other.
@@ -249,7 +269,7 @@ impl Bpe {
             units,
             bytes,
             fallback: [NONE; 256],
-            two: Vec::new(),
+            chars: Vec::new(),
             pairs: Pairs::new(texts.ranges.len()),
             trie: Trie::new(&[]),
             shorter: Vec::new(),
@@ -361,14 +381,7 @@ impl Bpe {
             self.ends.push(self.texts.len() as u32);
         }
         self.widths = texts.ranges.iter().map(|(start, end)| (end - start) as u16).collect();
-        if self.unit == Unit::Byte {
-            self.two = (0..1usize << 16)
-                .map(|two| match (self.bytes[two >> 8], self.bytes[two & 255]) {
-                    (NONE, _) | (_, NONE) => NONE,
-                    (left, right) => self.pairs.get(left, right),
-                })
-                .collect();
-        }
+        self.chars = self.whole_chars(texts);
         let mut reachable = vec![false; texts.ranges.len()];
         for id in &self.ids {
             reachable[*id as usize] = true;
@@ -389,6 +402,55 @@ impl Bpe {
             self.whole = rest.map(|id| (texts.get(id).to_vec(), id)).filter(|(text, _)| !text.is_empty()).collect();
         }
         Ok(())
+    }
+
+    /// Characters that are one token whatever stands beside them, unless that whole token is merged further: merging may
+    /// start from these in place of bytes.
+    ///
+    /// A character is so if its last merge comes before any merge that joins a part of it with a neighbour. Then, as
+    /// long as it is not complete, a pick inside it comes before any across its border. Needs numbers that are times.
+    fn whole_chars(&self, texts: &Texts) -> Vec<u32> {
+        let mut chars = vec![NONE; 1 << 16];
+        let text_of = |token: u32| texts.get(self.ids[token as usize]);
+        // The first merge across a border of characters, by the part of a character that takes part in it.
+        let mut crossing: FoldMap<&[u8], u32> = FoldMap::default();
+        if self.unit == Unit::Byte {
+            for (product, (left, right)) in (self.units..).zip(&self.parts[self.units as usize..]) {
+                let (left, right) = (text_of(*left), text_of(*right));
+                let inner = |byte: &u8| (0x80..0xc0).contains(byte);
+                if inner(&right[0]) {
+                    continue;
+                }
+                let starts = match right[0] {
+                    0xc0..0xe0 => right.len() < 2,
+                    0xe0..0xf0 => right.len() < 3,
+                    0xf0.. => right.len() < 4,
+                    _ => false,
+                };
+                for part in [starts.then_some(right), left.iter().all(inner).then_some(left)].into_iter().flatten() {
+                    // In the order of numbers: the first stays.
+                    crossing.entry(part).or_insert(product);
+                }
+            }
+        }
+        for (id, number) in self.ids.iter().zip(0..) {
+            let text = texts.get(*id);
+            if text.len() > 3 {
+                continue;
+            }
+            let Some(character) = std::str::from_utf8(text).ok().and_then(|text| {
+                let mut all = text.chars();
+                all.next().filter(|_| all.next().is_none())
+            }) else {
+                continue;
+            };
+            let before = |part: &[u8]| crossing.get(part).is_some_and(|product| *product <= number);
+            let split = (1..text.len()).any(|at| before(&text[..at]) || before(&text[at..]));
+            if !split && (self.monotone || number < self.units) {
+                chars[character as usize] = number;
+            }
+        }
+        chars
     }
 
     /// Bytes of each token by id, 0 where it has no text of its own.
@@ -473,42 +535,54 @@ impl Bpe {
 
     /// Appends the ids of a piece that consists of units.
     fn merge(&self, piece: &[u8], memo: &mut Memo, ids: &mut Vec<u32>) {
-        match piece {
-            [] => {}
-            _ if self.unit == Unit::Byte && piece.len() <= 24 => self.pick(piece, ids),
-            _ => self.search(piece, memo, ids),
+        let mut symbols = [NONE; PICKED + 1];
+        let (mut count, mut at) = (0, 0);
+        while at < piece.len() {
+            let (code, length) = match piece[at..] {
+                [a @ 0..0x80, ..] => (u32::from(a), 1),
+                [a @ 0xc0..0xe0, b @ 0x80..0xc0, ..] => (u32::from(a & 31) << 6 | u32::from(b & 63), 2),
+                [a @ 0xe0..0xf0, b @ 0x80..0xc0, c @ 0x80..0xc0, ..] => {
+                    (u32::from(a & 15) << 12 | u32::from(b & 63) << 6 | u32::from(c & 63), 3)
+                }
+                _ => return self.search(piece, memo, ids),
+            };
+            let symbol = self.chars[code as usize];
+            if symbol == NONE || count == PICKED {
+                return self.search(piece, memo, ids);
+            }
+            symbols[count] = symbol;
+            count += 1;
+            at += length;
         }
+        self.pick(&mut symbols, count, ids);
     }
 
-    /// BPE as defined, for short pieces of bytes: O(n^2) in the length, with arrays that stay in registers' reach.
-    fn pick(&self, piece: &[u8], ids: &mut Vec<u32>) {
-        const MOST: usize = 24;
-        let mut symbols = [NONE; MOST + 1];
-        let mut products = [NONE; MOST + 1];
-        let mut count = piece.len();
-        for (symbol, byte) in symbols.iter_mut().zip(piece) {
-            *symbol = self.bytes[usize::from(*byte)];
-        }
-        for (product, two) in products.iter_mut().zip(piece.windows(2)) {
-            *product = self.two[usize::from(two[0]) << 8 | usize::from(two[1])];
+    /// BPE as defined, for few symbols: O(n^2) in their number, without branches in the inner loop.
+    fn pick(&self, symbols: &mut [u32; PICKED + 1], mut count: usize, ids: &mut Vec<u32>) {
+        // Product << 5 | index: the least is the next pick, the leftmost of equals.
+        let mut picks = [NONE; PICKED + 1];
+        let pick = |product: u32, at: usize| if product == NONE { NONE } else { product << 5 | at as u32 };
+        for at in 1..count {
+            picks[at - 1] = pick(self.pairs.get(symbols[at - 1], symbols[at]), at - 1);
         }
         loop {
-            let (mut best, mut at) = (NONE, 0);
-            for (index, product) in products[..count - 1].iter().enumerate() {
-                if *product < best {
-                    (best, at) = (*product, index);
-                }
-            }
+            let best = picks[..count].iter().fold(NONE, |best, pick| best.min(*pick));
             if best == NONE {
                 break;
             }
-            symbols[at] = best;
+            let (product, at) = (best >> 5, best as usize & 31);
+            symbols[at] = product;
             symbols.copy_within(at + 2..count, at + 1);
-            products.copy_within(at + 1..count, at);
             count -= 1;
-            products[at] = if at + 1 < count { self.pairs.get(best, symbols[at + 1]) } else { NONE };
+            for index in at + 1..count {
+                // The index below the product goes down by one; NONE stays.
+                let moved = picks[index + 1];
+                picks[index] = moved.wrapping_sub(u32::from(moved != NONE));
+            }
+            picks[count] = NONE;
+            picks[at] = if at + 1 < count { pick(self.pairs.get(product, symbols[at + 1]), at) } else { NONE };
             if at > 0 {
-                products[at - 1] = self.pairs.get(symbols[at - 1], best);
+                picks[at - 1] = pick(self.pairs.get(symbols[at - 1], product), at - 1);
             }
         }
         ids.extend(symbols[..count].iter().map(|symbol| self.ids[*symbol as usize]));
@@ -562,7 +636,7 @@ impl Bpe {
         ranks: &mut Vec<u32>,
     ) -> bool {
         let key = u64::from(left) << BITS | u64::from(right);
-        let slot = &mut answers[(key.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 49) as usize];
+        let slot = &mut answers[(key.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (64 - MEMO_BITS)) as usize];
         if *slot >> 1 == key {
             return *slot & 1 == 1;
         }

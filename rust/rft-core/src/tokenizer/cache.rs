@@ -53,9 +53,9 @@ pub struct Cache {
     list: Vec<u32>,
 }
 
-/// 256 MiB of short entries; text without end must not take memory without end.
+/// 64 MiB of short entries; text without end must not take memory without end.
 const MOST_SHORT: usize = 1 << 21;
-const MOST_LONG: usize = 1 << 19;
+const MOST_LONG: usize = 1 << 18;
 
 /// Masks for the first n bytes.
 static MASKS: [u128; 16] = {
@@ -112,7 +112,7 @@ fn long_hash(key: &[Key; 2]) -> u64 {
 impl Cache {
     /// With room for about so many short pieces before it grows.
     pub fn new(room: usize) -> Cache {
-        let size = (room * 2).next_power_of_two().max(1 << 12);
+        let size = (room * 2).next_power_of_two().max(1 << 10);
         Cache { short: Table::new(size), short_used: 0, long: Table::new(1 << 12), long_used: 0, list: Vec::new() }
     }
 
@@ -147,11 +147,11 @@ impl Cache {
 
     /// Remembers the ids of a short piece that is not there yet.
     pub fn put(&mut self, key: Key, hash: u64, ids: &[u32]) {
-        if self.short_used * 2 >= self.short.len() {
+        if self.short_used * 8 >= self.short.len() * 5 {
             if self.short.len() >= MOST_SHORT {
                 return;
             }
-            let size = self.short.len() * 4;
+            let size = self.short.len() * 2;
             let old = std::mem::replace(&mut self.short, Table::new(size));
             for entry in old.entries().iter().filter(|entry| entry.key != 0) {
                 let slot = self.free(self::hash(entry.key));
@@ -202,11 +202,11 @@ impl Cache {
 
     /// Remembers the ids of a piece of 16 to 31 bytes that is not there yet.
     pub fn put_long(&mut self, piece: &[u8], ids: &[u32]) {
-        if self.long_used * 2 >= self.long.len() {
+        if self.long_used * 8 >= self.long.len() * 5 {
             if self.long.len() >= MOST_LONG {
                 return;
             }
-            let size = self.long.len() * 4;
+            let size = self.long.len() * 2;
             let old = std::mem::replace(&mut self.long, Table::new(size));
             for entry in old.entries().iter().filter(|entry| entry.key != [0, 0]) {
                 let slot = self.free_long(&entry.key);

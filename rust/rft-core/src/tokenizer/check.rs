@@ -1,7 +1,16 @@
 //! The self-check at load: the fast engine against the library, on text that is hard to cut.
 
+use std::collections::HashSet;
+use std::hash::Hasher;
+
+use serde_json::{Map, Value, json};
+
 use super::Encoded;
+use super::bpe::{Fold, FoldMap};
+use super::cut::Scheme;
 use super::engine::{Engine, Places, Sink};
+use super::model::Plan;
+use super::normal::normalise;
 use super::slow::Slow;
 
 /// Words, signs, spaces, marks, digits and scripts that split patterns and merges stumble over.
@@ -90,19 +99,8 @@ const PARTS: &[&str] = &[
 /// How many texts of parts are compared.
 const TEXTS: usize = 120;
 
-/// Why the fast engine is not to be used, if it is not.
-pub fn check(fast: &Engine, slow: &Slow) -> Result<(), String> {
-    let mut scratch = fast.scratch();
-    let mut compare = |text: &str| -> Result<(), String> {
-        let mut given = Encoded::default();
-        let mut sink = Sink { ids: &mut given.ids, places: Places::Spans(&mut given.offsets) };
-        fast.encode(text, false, &mut scratch, &mut sink, &mut |_| {});
-        let wanted = slow.encode(text).map_err(|e| e.problem)?;
-        if given != wanted {
-            return Err(format!("the self-check at load found other ids for {text:?}"));
-        }
-        Ok(())
-    };
+/// The texts that are compared.
+fn texts() -> Vec<String> {
     let mut seed = 0x2545_f491_4f6c_dd1du64;
     let mut next = |below: usize| {
         seed ^= seed << 13;
@@ -110,19 +108,96 @@ pub fn check(fast: &Engine, slow: &Slow) -> Result<(), String> {
         seed ^= seed << 17;
         (seed >> 33) as usize % below
     };
-    let mut text = String::new();
-    for part in PARTS {
-        compare(part)?;
-    }
+    let mut texts: Vec<String> = PARTS.iter().map(ToString::to_string).collect();
     for _ in 0..TEXTS {
-        text.clear();
+        let mut text = String::new();
         for _ in 0..12 {
             text.push_str(PARTS[next(PARTS.len())]);
             if next(3) == 0 {
                 text.push(' ');
             }
         }
-        compare(&text)?;
+        texts.push(text);
+    }
+    texts
+}
+
+/// The same tokenizer for the library with only those tokens that the texts can hold, which loads in no time. On these
+/// texts it gives what the whole file gives: every token that BPE makes on the way is a part of the text.
+pub fn small(plan: &Plan<'_>) -> Value {
+    // Parts of the texts by hash: a token that is none of them by chance does no harm.
+    const LONGEST: usize = 24;
+    let byte_level = !matches!(plan.scheme, Scheme::Spaces { .. });
+    let letters = super::bpe::letters_of_bytes();
+    let mut parts: FoldMap<u64, ()> = FoldMap::default();
+    let hash = |bytes: &[u8]| {
+        let mut fold = Fold::default();
+        fold.write(bytes);
+        fold.finish() ^ (bytes.len() as u64) << 56
+    };
+    let mut whole = String::new();
+    for text in texts() {
+        let normal = normalise(&text, plan.form).map_or(text, |normal| normal.text);
+        if byte_level {
+            whole.extend(normal.bytes().map(|byte| letters[usize::from(byte)]));
+        } else {
+            whole.push_str("\u{2581}");
+            whole.push_str(&normal.replace(' ', "\u{2581}"));
+        }
+        whole.push('\n');
+    }
+    let bytes = whole.as_bytes();
+    for start in 0..bytes.len() {
+        for end in start + 1..=(start + LONGEST).min(bytes.len()) {
+            parts.insert(hash(&bytes[start..end]), ());
+        }
+    }
+    let content: HashSet<&str> = plan.added.iter().map(|token| token.content.as_str()).collect();
+    let held = |token: &str| {
+        if token.len() > LONGEST {
+            return whole.contains(token);
+        }
+        let short = token.chars().nth(1).is_none() || token.starts_with("<0x");
+        short || parts.contains_key(&hash(token.as_bytes()))
+    };
+    let mut vocab: Map<String, Value> = Map::new();
+    for (token, id) in plan.model.vocab.0.iter().filter(|(token, _)| content.contains(token.as_ref()) || held(token)) {
+        vocab.insert(token.to_string(), Value::from(*id));
+    }
+    for token in &plan.added {
+        vocab.entry(token.content.clone()).or_insert(Value::from(token.id));
+    }
+    let mut joined = String::new();
+    let merges = plan.model.merges.0.iter().filter(|(left, right)| {
+        joined.clear();
+        joined.push_str(left);
+        joined.push_str(right);
+        held(&joined)
+            && vocab.contains_key(left.as_ref())
+            && vocab.contains_key(right.as_ref())
+            && vocab.contains_key(&joined)
+    });
+    let merges: Vec<[&str; 2]> = merges.map(|(left, right)| [left.as_ref(), right.as_ref()]).collect();
+    json!({
+        "version": "1.0", "truncation": null, "padding": null, "added_tokens": plan.added, "normalizer": plan.steps.0,
+        "pre_tokenizer": plan.steps.1, "post_processor": null, "decoder": null,
+        "model": {"type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+            "end_of_word_suffix": null, "fuse_unk": true, "byte_fallback": !byte_level,
+            "ignore_merges": plan.model.ignore_merges, "vocab": vocab, "merges": merges},
+    })
+}
+
+/// Why the fast engine is not to be used, if it is not.
+pub fn check(fast: &Engine, slow: &Slow) -> Result<(), String> {
+    let mut scratch = fast.scratch();
+    for text in texts() {
+        let mut given = Encoded::default();
+        let mut sink = Sink { ids: &mut given.ids, places: Places::Spans(&mut given.offsets) };
+        fast.encode(&text, false, &mut scratch, &mut sink, &mut |_| {});
+        let wanted = slow.encode(&text).map_err(|e| e.problem)?;
+        if given != wanted {
+            return Err(format!("the self-check at load found other ids for {text:?}"));
+        }
     }
     Ok(())
 }

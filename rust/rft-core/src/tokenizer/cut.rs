@@ -115,6 +115,17 @@ impl Cutter {
         Cutter { scheme, classes, glue }
     }
 
+    /// The class of a code point.
+    #[inline(always)]
+    pub fn class(&self, code: u32) -> u8 {
+        self.classes.get(code)
+    }
+
+    /// [`Scheme::Spaces`]: whether the space at a position belongs to the piece before it.
+    pub fn glues(&self, text: &[u8], at: usize) -> bool {
+        text[at] == b' ' && at > 0 && self.glue[usize::from(text[at - 1])]
+    }
+
     /// Where the piece that starts at `from` ends; `end` is where the text ends for the pattern.
     pub fn piece(&self, text: &[u8], from: usize, end: usize) -> usize {
         let at = At { classes: self.classes, text, end };

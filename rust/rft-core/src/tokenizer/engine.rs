@@ -4,13 +4,16 @@ use super::added::{Finder, Stretch};
 use super::bpe::{Bpe, Memo, Unit};
 use super::cache::{Cache, Found, LONG, SHORT, hash, key};
 use super::cut::{Cutter, Scheme};
+use super::masks::Simd;
 use super::model::{Added, Form, Plan, Prefix, SPACE_MARK};
 use super::normal::{Normal, normalise};
 use super::unicode::{Classes, Version};
+use super::walk::{Ends, Walk};
 
 /// A loaded fast engine. Shared by threads.
 pub struct Engine {
     cutter: Cutter,
+    simd: Simd,
     form: Form,
     prefix: Prefix,
     /// Whether spaces become marks before normalised added tokens are looked for, or only then.
@@ -26,7 +29,7 @@ pub struct Engine {
 pub struct Scratch {
     pub(super) cache: Cache,
     memo: Memo,
-    ends: Vec<u32>,
+    ends: Option<Box<Ends>>,
     keys: Vec<(u128, u64)>,
     out: Vec<u32>,
 }
@@ -80,6 +83,7 @@ impl Engine {
         let normalized =
             finder(normalized.into_iter().map(|token| (content(&token), token)).map(|(c, t)| (t, c)).collect())?;
         let mut engine = Engine {
+            simd: Simd::best(),
             cutter: Cutter::new(plan.scheme, Classes::of(version), bpe.glue()),
             form: plan.form,
             prefix: plan.prefix,
@@ -113,7 +117,7 @@ impl Engine {
         Scratch {
             cache: self.seed.clone(),
             memo: Memo::default(),
-            ends: Vec::with_capacity(BATCH + 1),
+            ends: None,
             keys: vec![(0, 0); BATCH],
             out: vec![0; 4 * BATCH],
         }
@@ -276,16 +280,18 @@ impl Engine {
             self.one_by_one(text, origin, start, end, scratch, sink);
             return look(&sink.ids[before..]);
         }
-        let mut at = start;
-        while at < end {
-            scratch.ends.clear();
-            let first = at;
-            while at < end && scratch.ends.len() < BATCH {
-                at = self.cutter.piece(text, at, end);
-                scratch.ends.push(at as u32);
-            }
-            self.look_up(text, first, scratch, sink.ids);
+        if start >= end {
+            return;
         }
+        let (mut walk, mut first) = (Walk::new(start, end), start);
+        let mut ends = scratch.ends.take().unwrap_or_default();
+        while walk.next(&self.cutter, self.simd, text, &mut ends) {
+            for batch in ends.get().chunks(BATCH) {
+                self.look_up(text, first, batch, scratch, sink.ids);
+                first = batch[batch.len() - 1] as usize;
+            }
+        }
+        scratch.ends = Some(ends);
         look(&sink.ids[before..]);
         sink.place(&self.bpe, text, before, start, origin);
     }
@@ -327,9 +333,9 @@ impl Engine {
         }
     }
 
-    /// Appends the ids of the pieces from `first` on that end at `scratch.ends`.
-    fn look_up(&self, text: &[u8], first: usize, scratch: &mut Scratch, ids: &mut Vec<u32>) {
-        let Scratch { cache, memo, ends, keys, out } = scratch;
+    /// Appends the ids of the pieces from `first` on that end at `ends`; at most [`BATCH`].
+    fn look_up(&self, text: &[u8], first: usize, ends: &[u32], scratch: &mut Scratch, ids: &mut Vec<u32>) {
+        let Scratch { cache, memo, keys, out, .. } = scratch;
         let mut start = first;
         for (slot, end) in keys.iter_mut().zip(ends.iter()) {
             let (end, from) = (*end as usize, start);

@@ -7,19 +7,22 @@
 
 mod added;
 mod bpe;
+mod bulk;
 mod cache;
 mod check;
 mod control;
 mod cut;
 mod engine;
+mod masks;
 mod memory;
 mod model;
 mod normal;
 mod slow;
 mod trie;
 pub mod unicode;
+mod walk;
 
-use std::sync::Mutex;
+use std::sync::{Mutex, OnceLock};
 
 use crate::error::{Error, Kind, Result};
 use crate::template::MARK;
@@ -27,6 +30,7 @@ use crate::template::MARK;
 use engine::{Engine as Fast, Places, Sink};
 use slow::Slow;
 
+pub use bulk::Documents;
 pub use control::ControlTokens;
 
 /// Ids of a text, and the bytes of it that each covers.
@@ -49,7 +53,9 @@ pub struct Engine {
 
 /// A loaded tokenizer. Shared by threads.
 pub struct Tokenizer {
-    slow: Slow,
+    /// The file, until the library is needed to decode, or at all.
+    json: String,
+    slow: OnceLock<std::result::Result<Slow, Error>>,
     fast: std::result::Result<Box<Fast>, String>,
     control: ControlTokens,
     /// Scratches of calls that bring none. Only tried, never waited for: a fork may have left it locked.
@@ -71,18 +77,35 @@ impl Tokenizer {
     /// The same with a version of the Unicode tables of split patterns. The self-check is against the linked
     /// `tokenizers` crate, whose tables are 16: texts of the check hold no character that the versions tell apart.
     pub fn with_version(json: &str, version: unicode::Version) -> Result<Tokenizer> {
-        let slow = Slow::new(json)?;
-        let added = slow.added();
+        let made = model::Plan::read(json).and_then(|plan| {
+            let added = plan.added.clone();
+            let small = check::small(&plan);
+            let fast = Fast::new(plan, added.clone(), version)?;
+            let small = Slow::new(&small.to_string()).map_err(|e| e.problem)?;
+            check::check(&fast, &small)?;
+            Ok((Box::new(fast), added))
+        });
+        let slow = OnceLock::new();
+        let (fast, added) = match made {
+            Ok((fast, added)) => (Ok(fast), added),
+            Err(reason) => {
+                let loaded = Slow::new(json)?;
+                let added = loaded.added();
+                let _ = slow.set(Ok(loaded));
+                (Err(reason), added)
+            }
+        };
         let special = added
             .iter()
             .filter(|token| token.special && !token.content.is_empty())
             .map(|token| (token.content.clone(), token.id));
         let control = ControlTokens::new(special.collect())?;
-        let fast = model::Plan::read(json)
-            .and_then(|plan| Fast::new(plan, added, version))
-            .and_then(|fast| check::check(&fast, &slow).map(|()| Box::new(fast)));
+        Ok(Tokenizer { json: json.to_string(), slow, fast, control, spare: Mutex::new(Vec::new()) })
+    }
 
-        Ok(Tokenizer { slow, fast, control, spare: Mutex::new(Vec::new()) })
+    /// The library's tokenizer of the same file, loaded when it is first asked for.
+    fn slow(&self) -> Result<&Slow> {
+        self.slow.get_or_init(|| Slow::new(&self.json)).as_ref().map_err(Clone::clone)
     }
 
     /// Which engine it is.
@@ -122,7 +145,7 @@ impl Tokenizer {
                 fast.encode(text, false, scratch, &mut sink, &mut |_| {});
                 Ok(encoded)
             }
-            _ => self.slow.encode(text),
+            _ => self.slow()?.encode(text),
         })
     }
 
@@ -209,7 +232,7 @@ impl Tokenizer {
                 check_size(text)?;
                 fast.encode(text, false, scratch, sink, &mut |_| {});
             }
-            _ => sink.take(self.slow.encode(text)?),
+            _ => sink.take(self.slow()?.encode(text)?),
         }
         Ok(())
     }
@@ -229,7 +252,7 @@ impl Tokenizer {
                 fast.encode(text, true, scratch, &mut sink, &mut |ids| self.suspect(ids, &mut suspects));
             }
             _ => {
-                let encoded = self.slow.encode_text(text)?;
+                let encoded = self.slow()?.encode_text(text)?;
                 self.suspect(&encoded.ids, &mut suspects);
                 sink.take(encoded);
             }
@@ -249,8 +272,8 @@ impl Tokenizer {
                 fast.encode_cut(&clean.text, &real, scratch, sink, &mut |ids| self.suspect(ids, &mut suspects));
             }
             _ => {
-                real = self.slow.find_added(marked).into_iter().map(place).collect();
-                let encoded = self.slow.encode_cut(&clean.text, &real)?;
+                real = self.slow()?.find_added(marked).into_iter().map(place).collect();
+                let encoded = self.slow()?.encode_cut(&clean.text, &real)?;
                 self.suspect(&encoded.ids, &mut suspects);
                 for (_, _, id) in &real {
                     if let Some(written) = suspects.iter().position(|suspect| suspect == id) {
@@ -276,7 +299,7 @@ impl Tokenizer {
         ids.dedup();
         for id in ids {
             let allowed = written.iter().filter(|(_, _, other)| *other == id).count();
-            let token = self.slow.spelling(id).unwrap_or_default();
+            let token = self.slow()?.spelling(id).unwrap_or_default();
             if !token.is_empty() && text.matches(&token).count() > allowed {
                 let problem =
                     format!("{token:?} is spelled in the text, and this tokenizer has no other way to write it");
@@ -288,12 +311,13 @@ impl Tokenizer {
 
     /// The text of ids, control tokens included.
     pub fn decode(&self, ids: &[u32]) -> Result<String> {
-        self.slow.decode(ids)
+        self.slow()?.decode(ids)
     }
 
     /// Each id's own text, for display. Bytes that are no UTF-8 alone become U+FFFD.
     pub fn tokens(&self, ids: &[u32]) -> Result<Vec<String>> {
-        ids.iter().map(|id| self.slow.token(*id)).collect()
+        let slow = self.slow()?;
+        ids.iter().map(|id| slow.token(*id)).collect()
     }
 }
 

@@ -1,16 +1,17 @@
 //! tokenizer.json, as far as the fast engine reads it.
 
 use std::borrow::Cow;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 
-use serde::Deserialize;
 use serde::de::{Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::cut::Scheme;
 
 /// An added token.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Deserialize, Serialize)]
 pub struct Added {
     /// Its id.
     pub id: u32,
@@ -54,6 +55,10 @@ pub enum Prefix {
 
 /// What of a tokenizer.json the fast engine needs.
 pub struct Plan<'a> {
+    /// The added tokens, with the ids that the library gives them.
+    pub added: Vec<Added>,
+    /// The normalizer and pre-tokenizer as the file has them.
+    pub steps: (Value, Value),
     /// The form of the text.
     pub form: Form,
     /// The split pattern.
@@ -91,6 +96,8 @@ pub struct Model<'a> {
 #[derive(Deserialize)]
 struct File<'a> {
     #[serde(default)]
+    added_tokens: Vec<Added>,
+    #[serde(default)]
     normalizer: Value,
     #[serde(default)]
     pre_tokenizer: Value,
@@ -126,8 +133,34 @@ impl<'a> Plan<'a> {
         } else {
             (form_of(&steps)?, byte_level(&cuts)?, Prefix::Never)
         };
-        Ok(Plan { form, scheme, prefix, model })
+        let added = numbered(file.added_tokens, &model)?;
+        Ok(Plan { added, steps: (file.normalizer, file.pre_tokenizer), form, scheme, prefix, model })
     }
+}
+
+/// Added tokens as the library numbers them: by the vocabulary, else on from its size, in the file's order. The ids in
+/// the file count for nothing.
+fn numbered(mut tokens: Vec<Added>, model: &Model<'_>) -> Result<Vec<Added>, String> {
+    let wanted: HashSet<&str> = tokens.iter().map(|token| token.content.as_str()).collect();
+    if wanted.len() != tokens.len() || wanted.contains("") {
+        return Err("its added tokens are not distinct".to_string());
+    }
+    let known: HashMap<&str, u32> = model
+        .vocab
+        .0
+        .iter()
+        .filter(|(token, _)| wanted.contains(token.as_ref()))
+        .map(|(token, id)| (token.as_ref(), *id))
+        .collect();
+    let mut next = model.vocab.0.len() as u32;
+    for token in &mut tokens {
+        let id = known.get(token.content.as_str()).copied().unwrap_or_else(|| {
+            next += 1;
+            next - 1
+        });
+        token.id = id;
+    }
+    Ok(tokens)
 }
 
 /// The parts of a sequence, those of nested ones in place; nothing for null.

@@ -5,10 +5,13 @@ pub const NONE: u32 = u32::MAX;
 
 /// Byte strings to values; one dependent load a byte.
 pub struct Trie {
-    /// Base in the low half, parent in the high half.
+    /// Base in the low half, parent in the high half; on top whether a string ends here.
     units: Vec<u64>,
     values: Vec<u32>,
 }
+
+/// The bits of a parent.
+const PARENT: u32 = u32::MAX >> 1;
 
 /// The node at which every string starts.
 pub const ROOT: u32 = 0;
@@ -47,7 +50,9 @@ impl Trie {
                 todo.push((child, depth + 1, *low, *stop));
             }
         }
-        // Any base reaches a slot: a base of no children is 0.
+        for (unit, value) in build.units.iter_mut().zip(&build.values) {
+            *unit |= u64::from(*value != NONE) << 63;
+        }
         Trie { units: build.units, values: build.values }
     }
 
@@ -56,7 +61,7 @@ impl Trie {
     pub fn step(&self, node: u32, byte: u8) -> u32 {
         let next = self.units[node as usize] as u32 ^ u32::from(byte);
         // The root is nobody's child, though its own slot names it as parent.
-        if next != ROOT && self.units.get(next as usize).is_some_and(|unit| (unit >> 32) as u32 == node) {
+        if next != ROOT && self.units.get(next as usize).is_some_and(|unit| (unit >> 32) as u32 & PARENT == node) {
             next
         } else {
             NONE
@@ -84,18 +89,19 @@ impl Trie {
     /// The value of the longest string that a text starts with.
     #[inline(always)]
     pub fn longest(&self, text: &[u8]) -> u32 {
-        let (mut node, mut found) = (ROOT, NONE);
+        let (mut node, mut base, mut last) = (ROOT, self.units[ROOT as usize] as u32, NONE);
         for byte in text {
-            node = self.step(node, *byte);
-            if node == NONE {
+            let next = base ^ u32::from(*byte);
+            let Some(unit) = self.units.get(next as usize) else { break };
+            if (unit >> 32) as u32 & PARENT != node || next == ROOT {
                 break;
             }
-            let value = self.value(node);
-            if value != NONE {
-                found = value;
+            (node, base) = (next, *unit as u32);
+            if unit >> 63 == 1 {
+                last = node;
             }
         }
-        found
+        if last == NONE { NONE } else { self.values[last as usize] }
     }
 }
 

@@ -34,6 +34,16 @@ pub enum Version {
     V17,
 }
 
+impl Version {
+    /// As it is written in prepared sets.
+    pub fn name(self) -> &'static str {
+        match self {
+            Version::V16 => "16.0.0",
+            Version::V17 => "17.0.0",
+        }
+    }
+}
+
 /// The class of every code point.
 pub struct Classes(Box<[u8]>);
 

@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used)]
 
+mod fuzz;
 mod jsonl;
 mod masks;
 mod pack;

@@ -398,6 +398,20 @@ fn a_weight_multiplies_rows_and_a_fraction_chooses_them_by_the_seed() {
 }
 
 #[test]
+fn a_set_without_a_row_names_what_leaves_them_out() {
+    let rows: Vec<Value> = (0..6).map(|n| json!({"text": format!("row {n}")})).collect();
+    let none = Case::new(&rows, CHATML).with_source("weight", json!(1e-9)).run().unwrap_err();
+    assert!(none.problem.contains("none of the 6 rows is chosen") && none.remedy.contains("weight"), "{none}");
+    let few = |part: &str, fraction: f64| {
+        let case = Case::new(&rows, CHATML).with_source("max_rows", json!(4));
+        case.with("holdout", json!({"fraction": fraction, "part": part})).run().unwrap_err()
+    };
+    let (none, all) = (few("eval", 1e-9), few("train", 1.0 - 1e-9));
+    assert!(none.problem.contains("eval_fraction = 0.000000001 holds out none of the 4 rows"), "{none}");
+    assert!(all.problem.contains("holds out all of the 4 rows") && all.remedy.contains("smaller"), "{all}");
+}
+
+#[test]
 fn a_seed_is_part_of_the_key_only_where_it_chooses() {
     let rows = [json!({"text": "one"}), json!({"text": "two"})];
     let key = |weight: f64, seed: u64| {

@@ -28,15 +28,15 @@ fn rows(source: &Source) -> rft_core::Result<Vec<(u64, String)>> {
     Ok(rows)
 }
 
-fn texts(values: &[String]) -> ArrayRef {
+pub fn texts(values: &[String]) -> ArrayRef {
     Arc::new(StringArray::from_iter_values(values))
 }
 
-fn batch(columns: Vec<(&str, ArrayRef)>) -> RecordBatch {
+pub fn batch(columns: Vec<(&str, ArrayRef)>) -> RecordBatch {
     RecordBatch::try_from_iter_with_nullable(columns.into_iter().map(|(name, column)| (name, column, true))).unwrap()
 }
 
-fn parquet_of(batch: &RecordBatch, rows_in_a_group: usize, compression: Compression) -> Vec<u8> {
+pub fn parquet_of(batch: &RecordBatch, rows_in_a_group: usize, compression: Compression) -> Vec<u8> {
     let properties = WriterProperties::builder()
         .set_compression(compression)
         .set_max_row_group_row_count(Some(rows_in_a_group))
@@ -48,7 +48,7 @@ fn parquet_of(batch: &RecordBatch, rows_in_a_group: usize, compression: Compress
     bytes
 }
 
-fn arrow_of(batch: &RecordBatch, file: bool) -> Vec<u8> {
+pub fn arrow_of(batch: &RecordBatch, file: bool) -> Vec<u8> {
     let mut bytes = Vec::new();
     if file {
         let mut writer = arrow_ipc::writer::FileWriter::try_new(&mut bytes, &batch.schema()).unwrap();
@@ -71,13 +71,13 @@ fn separated(rows: &[(String, String)], by: char) -> Vec<u8> {
     text.into_bytes()
 }
 
-fn gz(bytes: &[u8]) -> Vec<u8> {
+pub fn gz(bytes: &[u8]) -> Vec<u8> {
     let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
     encoder.write_all(bytes).unwrap();
     encoder.finish().unwrap()
 }
 
-fn tar_of(files: &[(&str, &[u8])]) -> Vec<u8> {
+pub fn tar_of(files: &[(&str, &[u8])]) -> Vec<u8> {
     let mut builder = tar::Builder::new(Vec::new());
     for (name, bytes) in files {
         let mut header = tar::Header::new_gnu();
@@ -92,7 +92,7 @@ fn tar_of(files: &[(&str, &[u8])]) -> Vec<u8> {
 }
 
 /// A zip of stored members.
-fn zip_of(files: &[(&str, &[u8])]) -> Vec<u8> {
+pub fn zip_of(files: &[(&str, &[u8])]) -> Vec<u8> {
     let (mut bytes, mut directory) = (Vec::new(), Vec::new());
     for (name, content) in files {
         let mut hasher = crc32fast::Hasher::new();

@@ -1,0 +1,304 @@
+"""Data from web servers, an S3 store and the hub: the right bytes or a clear error under every fault, a cache that keeps its limit."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from rft import _native
+from rft.config.data import DataConfig, SourceConfig
+from rft.config.load import load_config
+from rft.data.prepare import prepare
+from rft.data.sources import Caches, expand
+from rft.errors import ConfigError, DataError
+from support.data import some_chats, tiny_files, write_rows
+from support.server import serving
+
+MIB = 1 << 20
+BIG = random.Random(3).randbytes(20 * MIB + 12345)
+"""Three ranges of 8 MiB."""
+
+
+@pytest.fixture
+def server(monkeypatch):
+    with serving() as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+        monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "someone")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        monkeypatch.setenv("AWS_REGION", "us-east-1")
+        yield server
+
+
+def fetch(tmp_path, *urls, limit=1 << 40):
+    return [Path(name) for name in _native.fetch_remote(list(urls), str(tmp_path / "cache"), limit)]
+
+
+def both(server, path):
+    return [server.url + path, f"s3:/{path}"]
+
+
+# ---- the right bytes
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["https", "s3"])
+def test_file_comes_whole_once_and_then_from_the_cache(server, tmp_path, kind):
+    server.objects["/bucket/a.bin"] = BIG
+    (file,) = fetch(tmp_path, both(server, "/bucket/a.bin")[kind])
+    assert file.read_bytes() == BIG
+    assert file.name.endswith("-a.bin")
+    assert sorted(server.gets("/bucket/a.bin"))[0].startswith("bytes=0-")
+    assert len(server.gets("/bucket/a.bin")) == 3
+    assert fetch(tmp_path, both(server, "/bucket/a.bin")[kind]) == [file]
+    assert len(server.gets("/bucket/a.bin")) == 3
+
+
+def cut(request, content):
+    """The connection ends in the middle of the body."""
+    start, end = request.range(len(content))
+    headers = {"Content-Range": f"bytes {start}-{end - 1}/{len(content)}"}
+    request.reply(206, content[start : (start + end) // 2], headers, length=end - start)
+
+
+def unavailable(request, content):
+    request.reply(503, b"later")
+
+
+def short(request, content):
+    """A whole answer, but to a shorter range than was asked for."""
+    start, end = request.range(len(content))
+    request.reply(206, content[start : end - 7], {"Content-Range": f"bytes {start}-{end - 8}/{len(content)}"})
+
+
+def another_length(request, content):
+    """An answer that says that the file has another length."""
+    start, end = request.range(len(content))
+    request.reply(206, content[start:end], {"Content-Range": f"bytes {start}-{end - 1}/{len(content) + 5}"})
+
+
+def hang_up(request, content):
+    request.close_connection = True
+    request.connection.close()
+
+
+FAULTS = (cut, unavailable, short, another_length, hang_up)
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["https", "s3"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_that_passes_changes_nothing(server, tmp_path, kind, fault):
+    server.objects["/bucket/a.bin"] = BIG
+    server.faults = [fault, fault]
+    (file,) = fetch(tmp_path, both(server, "/bucket/a.bin")[kind])
+    assert file.read_bytes() == BIG
+    assert not server.faults
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["https", "s3"])
+def test_file_that_changes_meanwhile_comes_in_its_new_state_as_a_whole(server, tmp_path, kind):
+    server.objects["/bucket/a.bin"] = BIG
+    new = BIG[::-1]
+
+    def expire(request, content):
+        server.objects["/bucket/a.bin"] = new
+        request.reply(412, b"")
+
+    server.faults = [expire]
+    (file,) = fetch(tmp_path, both(server, "/bucket/a.bin")[kind])
+    assert file.read_bytes() == new
+    server.objects["/bucket/a.bin"] = BIG[:-1]
+    (other,) = fetch(tmp_path, both(server, "/bucket/a.bin")[kind])
+    assert other.read_bytes() == BIG[:-1]
+
+
+def test_file_that_never_rests_is_an_error(server, tmp_path):
+    server.objects["/a.bin"] = b"0" * 100
+
+    def expire(request, content):
+        server.objects["/a.bin"] += b"1"
+        request.reply(412, b"")
+
+    server.faults = [expire] * 10
+    with pytest.raises(_native.NativeError) as raised:
+        fetch(tmp_path, server.url + "/a.bin")
+    assert "changed 3 times" in raised.value.problem
+
+
+def test_fault_that_stays_is_an_error_and_what_came_is_kept(server, tmp_path):
+    server.objects["/a.bin"] = BIG
+    url = server.url + "/a.bin"
+
+    def second_range_fails(request, content):
+        start, end = request.range(len(content))
+        if start:
+            return short(request, content)
+        request.reply(206, content[start:end], {"Content-Range": f"bytes {start}-{end - 1}/{len(content)}"})
+
+    server.faults = [second_range_fails] * 30
+    with pytest.raises(_native.NativeError) as raised:
+        fetch(tmp_path, url)
+    assert raised.value.where == url
+    assert "from byte 8388608 on, in 5 attempts" in raised.value.problem
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.suffix == ".bin"], "nothing half there is used"
+    server.faults.clear()
+    before = len(server.requests)
+    (file,) = fetch(tmp_path, url)
+    assert file.read_bytes() == BIG
+    assert not [given for _, _, given in server.requests[before:] if given.startswith("bytes=0-")]
+
+
+def test_damaged_cached_file_is_fetched_again(server, tmp_path):
+    server.objects["/a.bin"] = b"content" * 100
+    (file,) = fetch(tmp_path, server.url + "/a.bin")
+    file.write_bytes(file.read_bytes()[:-1] + b"X")
+    (again,) = fetch(tmp_path, server.url + "/a.bin")
+    assert (again, again.read_bytes()) == (file, server.objects["/a.bin"])
+
+
+def test_server_without_etags_is_told_apart_by_time_and_length(server, tmp_path):
+    server.etags = False
+    server.objects["/a.bin"] = BIG
+    (file,) = fetch(tmp_path, server.url + "/a.bin")
+    assert file.read_bytes() == BIG
+
+
+def test_cache_keeps_its_limit_and_gives_up_what_was_used_longest_ago(server, tmp_path):
+    for name in "abc":
+        server.objects[f"/{name}"] = name.encode() * 1000
+    a, b = (fetch(tmp_path, f"{server.url}/{name}", limit=2500)[0] for name in "ab")
+    fetch(tmp_path, server.url + "/a", limit=2500)  # used again: now b is the oldest
+    (c,) = fetch(tmp_path, server.url + "/c", limit=2500)
+    assert [a.exists(), b.exists(), c.exists()] == [True, False, True]
+    with pytest.raises(_native.NativeError) as raised:
+        fetch(tmp_path, *(f"{server.url}/{name}" for name in "abc"), limit=2500)
+    assert "the cache may take" in raised.value.problem
+    assert "data.cache_gb" in raised.value.do
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["https", "s3"])
+def test_file_that_is_not_there_is_told_by_its_url(server, tmp_path, kind):
+    url = both(server, "/bucket/none.jsonl")[kind]
+    with pytest.raises(_native.NativeError) as raised:
+        fetch(tmp_path, url)
+    assert (raised.value.where, raised.value.problem) == (url, "there is no such file")
+
+
+# ---- as paths of a config
+
+
+def names(tmp_path, path):
+    return [file.name for file in expand([SourceConfig(path=path)], "data.train", Caches(tmp_path / "sets"))]
+
+
+def test_globs_and_folders_of_s3_give_their_files(server, tmp_path):
+    for key in ("d/2.jsonl", "d/1.jsonl", "d/deep/3.jsonl", "d/README.md", "d/.x/4.jsonl", "other.jsonl"):
+        server.objects[f"/bucket/{key}"] = b'{"text": "x"}'
+    assert names(tmp_path, "s3://bucket/d/*.jsonl") == ["s3://bucket/d/1.jsonl", "s3://bucket/d/2.jsonl"]
+    assert names(tmp_path, "s3://bucket/d/") == [
+        f"s3://bucket/d/{key}" for key in ("1.jsonl", "2.jsonl", "deep/3.jsonl")
+    ]
+    assert len(names(tmp_path, "s3://bucket/**/*.jsonl")) == 5
+    with pytest.raises(DataError, match="matches none of the 5 files"):
+        names(tmp_path, "s3://bucket/d/*.csv")
+
+
+def test_rows_from_afar_are_prepared_like_those_at_hand(server, tmp_path):
+    files = tiny_files(tmp_path / "tokenizer")
+    local = write_rows(tmp_path / "rows.jsonl", some_chats(20))
+    server.objects["/bucket/rows.jsonl"] = local.read_bytes()
+    server.objects["/bucket/bad.jsonl"] = b'{"text": 1}'
+
+    def run(path):
+        return prepare(DataConfig(train=[SourceConfig(path=path)], store=str(tmp_path / "sets")), files)
+
+    wanted = run(str(local)).report["train"]["key"]
+    for path in both(server, "/bucket/rows.jsonl"):
+        assert run(path).report["train"]["key"] == wanted, "the same data elsewhere is the same data"
+    with pytest.raises(DataError) as raised:
+        run("s3://bucket/bad.jsonl")
+    assert raised.value.where.startswith("s3://bucket/bad.jsonl:1")
+
+
+def test_scheme_that_is_not_known_is_refused_with_the_config(tmp_path):
+    with pytest.raises(ConfigError, match="kind that is not read") as raised:
+        load_config({"model": {"path": "org/model"}, "data": {"train": [{"path": "ftp://host/x.jsonl"}]}})
+    assert "s3://" in raised.value.wanted
+
+
+# ---- the hub
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """{repository: files}; a file's content is its name."""
+    import huggingface_hub
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    repositories: dict[str, list[str]] = {}
+
+    def list_repo_files(self, repo_id, *, repo_type, revision):
+        if repo_id not in repositories:
+            raise RepositoryNotFoundError(
+                "404", response=type("R", (), {"headers": {}, "request": None, "status_code": 404})()
+            )
+        return repositories[repo_id]
+
+    def download(repo_id, filename, *, repo_type, revision):
+        path = tmp_path / "hub" / f"{revision}" / filename
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(filename)
+        return str(path)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", list_repo_files)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    return repositories
+
+
+def hub_names(tmp_path, path):
+    found = expand([SourceConfig(path=path)], "data.train", Caches(tmp_path / "sets"))
+    return [file.path.relative_to(tmp_path / "hub").as_posix() for file in found]
+
+
+def test_data_set_of_the_hub_gives_its_train_split_or_a_pattern(tmp_path, hub):
+    hub["org/set"] = [
+        "README.md",
+        "dataset_infos.json",
+        ".gitattributes",
+        *(f"data/{s}-0000{n}.parquet" for s in ("train", "test") for n in (1, 0)),
+    ]
+    hub["org/plain"] = ["b.jsonl", "a.jsonl"]
+    assert hub_names(tmp_path, "hf://datasets/org/set") == [
+        "None/data/train-00000.parquet",
+        "None/data/train-00001.parquet",
+    ]
+    assert hub_names(tmp_path, "hf://datasets/org/set@v1/data/test-*1.parquet") == ["v1/data/test-00001.parquet"]
+    assert hub_names(tmp_path, "hf://datasets/org/plain") == ["None/a.jsonl", "None/b.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("files", "path", "problem"),
+    [
+        (["main/train-0.parquet", "socratic/train-0.parquet"], "org/set", "several parts: main, socratic"),
+        (["test.jsonl", "validation.jsonl"], "org/set", "no train split"),
+        (["train.jsonl"], "org/set/data/*", "matches none of the 1 files"),
+        (["train.jsonl"], "org/none", "has no data set 'org/none'"),
+        (["train.jsonl"], "set", "names no data set"),
+    ],
+)
+def test_what_the_hub_does_not_give_is_told(tmp_path, hub, files, path, problem):
+    hub["org/set"] = files
+    with pytest.raises(DataError, match=problem) as raised:
+        hub_names(tmp_path, f"hf://datasets/{path}")
+    assert raised.value.where == "data.train.0.path"
+
+
+def test_mistyped_local_path_is_told_as_such_and_how_the_hub_is_meant(tmp_path):
+    write_rows(tmp_path / "data/train.jsonl", [{"text": "x"}])
+    with pytest.raises(ConfigError) as raised:
+        load_config({"model": {"path": "org/model"}, "data": {"train": [{"path": str(tmp_path / "data/trian.jsonl")}]}})
+    assert "train.jsonl" in raised.value.do
+    with pytest.raises(ConfigError) as raised:
+        load_config({"model": {"path": "org/model"}, "data": {"train": [{"path": "openai/gsm8k"}]}})
+    assert "hf://datasets/openai/gsm8k" in raised.value.do
