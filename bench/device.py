@@ -219,6 +219,9 @@ def run_all(runner: Runner, args: argparse.Namespace, out: Path) -> None:
         if missing:
             runner.note(f"{what}: left out, no --{missing[0].replace('_', '-')}")
             continue
+        if "nccl" in what and len(list(Path("/dev").glob("nvidia[0-9]*"))) < 2:
+            runner.note(f"{what}: left out, needs two GPUs")
+            continue
         what = what.format(**given)
         name = f"[{number}] {what}"
         if part.kind == "tests":

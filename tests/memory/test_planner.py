@@ -42,7 +42,7 @@ def problem(facts: Facts = LLAMA_8B, **changes) -> Problem:
 
 
 @pytest.mark.parametrize(
-    ("lora", "kernels"), [(True, True), (True, False), (False, True), (False, False)],
+    ("lora", "kernels"), [(True, True), (True, False), pytest.param(False, True, marks=pytest.mark.slow), (False, False)],
     ids=["lora, kernels", "lora, plain", "full, kernels", "full, plain"],
 )  # fmt: skip
 def test_the_byte_model_of_a_layer_is_what_autograd_keeps(lora, kernels):

@@ -48,7 +48,7 @@ def step(recompute, *, kernels: bool, family: str = "llama"):
     return {n: p.grad for n, p in model.named_parameters()}, sum(kept.values())
 
 
-@pytest.mark.parametrize("kernels", [False, True], ids=["plain", "kernels"])
+@pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "kernels"])
 def test_gradients_are_those_without_it_bit_for_bit_and_less_is_kept(kernels):
     plain, all_bytes = step("none", kernels=kernels)
     half, half_bytes = step(2, kernels=kernels)

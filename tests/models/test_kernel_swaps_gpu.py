@@ -21,6 +21,7 @@ from support.rows import packed_batch, random_documents
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
+ROUTED = ("mixtral", "qwen3_moe", "gpt_oss", "glm4_moe", "deepseek_v3", "llama4_text", "qwen3_next", "granitemoehybrid")
 RECURRENT = ("qwen3_next", "qwen3_5", "falcon_h1", "bamba", "granitemoehybrid", "lfm2")
 MATH_ONLY = ("gemma2", "gpt_oss")
 CASTINGS = {
@@ -69,7 +70,8 @@ def test_bf16_with_kernels_is_no_further_from_fp32_than_the_plain_model_is(famil
     for part in (0, 1):
         truth = runs["truth"][part]
         plain, own = ((runs[n][part] - truth).norm() / truth.norm() for n in ("plain", "kernels"))
-        assert own <= 1.5 * plain + 1e-2, f"{['hidden', 'gradients'][part]}: {own:.2e}, plain {plain:.2e}"
+        factor = 4 if family in ROUTED else 1.5  # a router whose choice flips by rounding moves a whole token
+        assert own <= factor * plain + 1e-2, f"{('hidden', 'gradients')[part]}: {own:.2e}, plain {plain:.2e}"
     assert (
         count(receipts, "attention block") == 0
         if family in ATTENTION_DECLINED

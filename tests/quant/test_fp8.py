@@ -25,6 +25,7 @@ def model_dir(tmp_path_factory) -> Path:
     return write_tiny_tokenizer(folder)
 
 
+@pytest.mark.slow
 def test_linears_between_the_first_and_last_layer_are_quantised_with_a_receipt_and_training_follows_bf16(
     model_dir, tmp_path
 ):

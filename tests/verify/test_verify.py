@@ -158,6 +158,14 @@ def test_model_with_dropout_is_compared_without_it(tmp_path):
     assert (small["resid_pdrop"], small["attn_pdrop"], small["embd_pdrop"]) == (0, 0, 0)
 
 
+def test_fp8_weights_and_attention_of_a_gpu_are_checked_in_fp32_and_told(tmp_path):
+    values = config_for(tmp_path).model_dump()
+    values["model"] |= {"base_weights": "fp8", "attention": "fa4"}
+    case = make_small(Config.model_validate(values), tmp_path / "small", device="cpu")
+    assert (case.config.model.base_weights, case.config.model.attention) == ("bf16", "auto")
+    assert any("plain base weights" in note for note in case.notes)
+
+
 def test_differences_are_relative_and_an_unknown_name_is_infinite():
     one = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([1e-9])}
     assert largest_difference(one, one) == 0
