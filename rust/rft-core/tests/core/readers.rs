@@ -136,7 +136,7 @@ fn prepared(name: &str, bytes: &[u8], member: Option<&str>) -> Vec<(Vec<u32>, Ve
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(24))]
+    #![proptest_config(ProptestConfig::with_cases(8))]
 
     #[test]
     fn the_same_rows_give_the_same_tokens_through_every_format(
