@@ -46,7 +46,7 @@ def remote_files(path: str, where: str, choose: Choose) -> list[Path] | list[str
         if not found:
             raise DataError(where, f"{path} matches none of the {len(names):,} files below {folder}")
         return found
-    return choose([name for name in names if "/." not in name.removeprefix(folder)], folder, where)
+    return choose([name for name in names if "/." not in "/" + name.removeprefix(folder)], folder, where)
 
 
 def fetch(urls: list[str], caches: Caches | None) -> dict[str, Path]:
