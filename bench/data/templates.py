@@ -153,11 +153,21 @@ def masks(templates: list[Path], folder: Path, results: Results) -> None:
                 if not refused:
                     print(f"  {path.name}, {name!r}: {documents}")
                 continue
+            if by_transformers(source, {"messages": chat}, False) is None:
+                found["refused by transformers alone"] += 1  # `exact` tells: jinja2 renders this template
+                continue
             wrong = [fault for text, spans in documents for fault in judge(source, chat, text, spans, len(documents))]
             found["wrong" if wrong else "right"] += 1
             for fault in wrong[:2]:
                 print(f"  {path.name}, {name!r}: {fault}")
-    for verdict in ("right", "wrong", "refused", "chat refused by the template", "template refused"):
+    for verdict in (
+        "right",
+        "wrong",
+        "refused",
+        "chat refused by the template",
+        "template refused",
+        "refused by transformers alone",
+    ):
         results.add("templates/masks", "rft", verdict.replace(" ", "_"), found[verdict])
 
 
@@ -169,7 +179,9 @@ def judge(
     if documents == 1:
         rendered = by_transformers(source, {"messages": chat}, False)
         if rendered is None or rendered[0] != text:
-            faults.append("its text is not that of transformers")
+            return ["its text is not that of transformers"]
+        if rendered[1]:  # the template's own tags decide
+            return [] if rendered[1] == [tuple(span) for span in spans] else ["its spans are not the template's"]
     trained = "".join(text[start:end] for start, end in spans)
     for index, message in enumerate(chat):
         content = message["content"]

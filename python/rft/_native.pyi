@@ -1,6 +1,7 @@
 """Types of the Rust extension (rust/rft-py). Thin: arguments in, plain arrays and JSON out, GIL released."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -96,6 +97,16 @@ class Tokenizer:
         """Ids; added tokens are recognised, no post-processing."""
     def encode_text(self, text: str) -> NDArray[np.uint32]:
         """Ids of ordinary text: control tokens spelled in it stay text."""
+    @property
+    def engine(self) -> tuple[bool, str]:
+        """Whether our engine runs, and else why the tokenizers library does (in words that follow "because")."""
+    def encode_file(
+        self, path: str | Path, separator: int, threads: int
+    ) -> tuple[NDArray[np.uint16] | NDArray[np.uint32], NDArray[np.uint64]]:
+        """Ids of the documents in a file, which lie between separator bytes, one behind the other; where each ends.
+
+        uint16 where all ids of the vocabulary fit. Added tokens are recognised.
+        """
     def decode(self, ids: NDArray[np.uint32]) -> str: ...
     def tokens(self, ids: NDArray[np.uint32]) -> list[str]:
         """Each id's own text, for display; bytes that are no UTF-8 alone become U+FFFD."""

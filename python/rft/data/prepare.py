@@ -107,6 +107,7 @@ class _Job:
     seed: int
     renderer: str | None = None
     """Decided once for both sets."""
+    told_slow: bool = False
 
     def run(self, name: str, files: list[SourceFile], holdout: dict[str, Any] | None) -> tuple[Store, dict[str, Any]]:
         from rft import _native
@@ -138,6 +139,10 @@ class _Job:
         if made["written"]:
             self._say_what_was_there(made)
         counts = json.loads(store.manifest).get("counts", {})
+        if made["written"] and "slow_tokenizer" in counts and not self.told_slow:
+            self.told_slow = True
+            reason = counts["slow_tokenizer"]
+            log.warn(f"tokenizer: the tokenizers library does the work, about 30 times slower, because {reason}")
         report = {**counts, "key": key, "store": store.path, "reused": not made["written"]}
         report["seconds"] = round(time.perf_counter() - began, 3)
         report["paths"] = list(dict.fromkeys(file.config.path for file in files))

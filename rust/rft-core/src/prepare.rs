@@ -183,7 +183,11 @@ impl Assembly<'_> {
         if self.writer.trained_tokens() == 0 {
             return Err(self.counts.nothing_trained(spec));
         }
-        let report = self.counts.to_json(self.writer, rows.tokenizer().control().is_empty());
+        let mut report = self.counts.to_json(self.writer, rows.tokenizer().control().is_empty());
+        let engine = rows.tokenizer().engine();
+        if !engine.fast {
+            report["slow_tokenizer"] = engine.reason.into();
+        }
         Ok((report, input.records))
     }
 

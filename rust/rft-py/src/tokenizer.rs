@@ -1,6 +1,6 @@
 //! `Tokenizer`.
 
-use numpy::{PyArray1, PyReadonlyArray1, ToPyArray};
+use numpy::{IntoPyArray, PyArray1, PyReadonlyArray1, ToPyArray};
 use pyo3::prelude::*;
 use rft_core::tokenizer;
 
@@ -24,6 +24,28 @@ impl Tokenizer {
     fn encode_text<'py>(&self, py: Python<'py>, text: &str) -> PyResult<Bound<'py, PyArray1<u32>>> {
         let ids = py.detach(|| self.0.encode_text(text)).map_err(to_py)?;
         Ok(ids.to_pyarray(py))
+    }
+
+    /// (whether the fast engine runs, why not)
+    #[getter]
+    fn engine(&self) -> (bool, String) {
+        let engine = self.0.engine();
+        (engine.fast, engine.reason)
+    }
+
+    fn encode_file<'py>(
+        &self,
+        py: Python<'py>,
+        path: std::path::PathBuf,
+        separator: u8,
+        threads: usize,
+    ) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyArray1<u64>>)> {
+        let documents = py.detach(|| self.0.encode_file(&path, separator, threads)).map_err(to_py)?;
+        let ids = match documents.ids {
+            tokenizer::Ids::U16(ids) => ids.into_pyarray(py).into_any(),
+            tokenizer::Ids::U32(ids) => ids.into_pyarray(py).into_any(),
+        };
+        Ok((ids, documents.ends.into_pyarray(py)))
     }
 
     fn decode(&self, py: Python<'_>, ids: PyReadonlyArray1<'_, u32>) -> PyResult<String> {

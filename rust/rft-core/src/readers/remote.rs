@@ -94,7 +94,7 @@ pub fn fetch(urls: &[String], cache: &FilePath, limit: u64, progress: Progress) 
     let (mut files, mut done) = (Vec::new(), 0);
     for (place, meta) in places.iter().zip(metas) {
         let mut told = |bytes: u64| progress(done + bytes, total);
-        let (file, size) = runtime.block_on(place.into_cache(meta, cache, limit, &mut kept, &mut told))?;
+        let (file, size) = runtime.block_on(place.fetch_into_cache(meta, cache, limit, &mut kept, &mut told))?;
         done += size;
         files.push(file);
     }
@@ -186,7 +186,7 @@ impl Place {
         cache.join(format!("{hash:032x}-{}", &name[name.len().saturating_sub(100)..]))
     }
 
-    async fn into_cache(
+    async fn fetch_into_cache(
         &self,
         mut meta: ObjectMeta,
         cache: &FilePath,

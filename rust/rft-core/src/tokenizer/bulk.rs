@@ -1,5 +1,6 @@
 //! Whole files to flat ids, on several threads.
 
+use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -13,6 +14,24 @@ use crate::error::{Error, Kind, Result};
 pub struct Documents {
     /// Token ids.
     pub ids: Vec<u32>,
+    /// Where each document's ids end.
+    pub ends: Vec<u64>,
+}
+
+/// Ids, in two bytes each where the vocabulary allows.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Ids {
+    /// All ids of the vocabulary are below 65,536.
+    U16(Vec<u16>),
+    /// They are not.
+    U32(Vec<u32>),
+}
+
+/// The documents of a file.
+#[derive(Debug, PartialEq, Eq)]
+pub struct FileIds {
+    /// The ids of all, one behind the other.
+    pub ids: Ids,
     /// Where each document's ids end.
     pub ends: Vec<u64>,
 }
@@ -66,6 +85,22 @@ impl Tokenizer {
             documents.ends.extend(part.ends.iter().map(|end| before + end));
         }
         Ok(documents)
+    }
+
+    /// [`Tokenizer::encode_documents`] of a file.
+    ///
+    /// # Errors
+    /// The same, and a file that cannot be read.
+    pub fn encode_file(&self, path: &Path, separator: u8, threads: usize) -> Result<FileIds> {
+        let place = path.display().to_string();
+        let data = std::fs::read(path).map_err(|e| Error::new(Kind::Data, &place, e))?;
+        let Documents { ids, ends } = self.encode_documents(&data, separator, threads)?;
+        let ids = if self.top_id() <= u32::from(u16::MAX) {
+            Ids::U16(ids.into_iter().map(|id| id as u16).collect())
+        } else {
+            Ids::U32(ids)
+        };
+        Ok(FileIds { ids, ends })
     }
 
     /// Fails with the number of the document that is no text.

@@ -141,8 +141,8 @@ pub fn small(plan: &Plan<'_>) -> Value {
         if byte_level {
             whole.extend(normal.bytes().map(|byte| letters[usize::from(byte)]));
         } else {
-            whole.push_str("\u{2581}");
-            whole.push_str(&normal.replace(' ', "\u{2581}"));
+            whole.push('\u{2581}');
+            whole.extend(normal.chars().map(|c| if c == ' ' { '\u{2581}' } else { c }));
         }
         whole.push('\n');
     }

@@ -82,9 +82,13 @@ impl Engine {
         let raw = finder(raw.into_iter().map(|token| (token.content.clone(), token)).map(|(c, t)| (t, c)).collect())?;
         let normalized =
             finder(normalized.into_iter().map(|token| (content(&token), token)).map(|(c, t)| (t, c)).collect())?;
+        let classes = match plan.scheme {
+            Scheme::Gpt2 { digits: true } => Classes::behind_digits(version),
+            _ => Classes::of(version),
+        };
         let mut engine = Engine {
             simd: Simd::best(),
-            cutter: Cutter::new(plan.scheme, Classes::of(version), bpe.glue()),
+            cutter: Cutter::new(plan.scheme, classes, bpe.glue()),
             form: plan.form,
             prefix: plan.prefix,
             marks_first,

@@ -30,7 +30,7 @@ use crate::template::MARK;
 use engine::{Engine as Fast, Places, Sink};
 use slow::Slow;
 
-pub use bulk::Documents;
+pub use bulk::{Documents, FileIds, Ids};
 pub use control::ControlTokens;
 
 /// Ids of a text, and the bytes of it that each covers.
@@ -58,6 +58,8 @@ pub struct Tokenizer {
     slow: OnceLock<std::result::Result<Slow, Error>>,
     fast: std::result::Result<Box<Fast>, String>,
     control: ControlTokens,
+    /// The largest id.
+    top_id: u32,
     /// Scratches of calls that bring none. Only tried, never waited for: a fork may have left it locked.
     spare: Mutex<Vec<Scratch>>,
 }
@@ -79,20 +81,23 @@ impl Tokenizer {
     pub fn with_version(json: &str, version: unicode::Version) -> Result<Tokenizer> {
         let made = model::Plan::read(json).and_then(|plan| {
             let added = plan.added.clone();
+            let ids = plan.model.vocab.0.iter().map(|(_, id)| *id).chain(added.iter().map(|token| token.id));
+            let top_id = ids.max().unwrap_or(0);
             let small = check::small(&plan);
             let fast = Fast::new(plan, added.clone(), version)?;
             let small = Slow::new(&small.to_string()).map_err(|e| e.problem)?;
             check::check(&fast, &small)?;
-            Ok((Box::new(fast), added))
+            Ok((Box::new(fast), added, top_id))
         });
         let slow = OnceLock::new();
-        let (fast, added) = match made {
-            Ok((fast, added)) => (Ok(fast), added),
+        let (fast, added, top_id) = match made {
+            Ok((fast, added, top_id)) => (Ok(fast), added, top_id),
             Err(reason) => {
                 let loaded = Slow::new(json)?;
                 let added = loaded.added();
+                let top_id = loaded.top_id();
                 let _ = slow.set(Ok(loaded));
-                (Err(reason), added)
+                (Err(reason), added, top_id)
             }
         };
         let special = added
@@ -100,7 +105,7 @@ impl Tokenizer {
             .filter(|token| token.special && !token.content.is_empty())
             .map(|token| (token.content.clone(), token.id));
         let control = ControlTokens::new(special.collect())?;
-        Ok(Tokenizer { json: json.to_string(), slow, fast, control, spare: Mutex::new(Vec::new()) })
+        Ok(Tokenizer { json: json.to_string(), slow, fast, control, top_id, spare: Mutex::new(Vec::new()) })
     }
 
     /// The library's tokenizer of the same file, loaded when it is first asked for.
@@ -111,6 +116,11 @@ impl Tokenizer {
     /// Which engine it is.
     pub fn engine(&self) -> Engine {
         Engine { fast: self.fast.is_ok(), reason: self.fast.as_ref().err().cloned().unwrap_or_default() }
+    }
+
+    /// The largest id that it can give.
+    pub fn top_id(&self) -> u32 {
+        self.top_id
     }
 
     /// The control tokens: the added tokens that are marked special.

@@ -65,6 +65,11 @@ impl Slow {
         added
     }
 
+    /// The largest id.
+    pub fn top_id(&self) -> u32 {
+        self.inner.get_vocab(true).into_values().max().unwrap_or(0)
+    }
+
     /// The text of a token in the vocabulary.
     pub fn spelling(&self, id: u32) -> Option<String> {
         self.inner.id_to_token(id)

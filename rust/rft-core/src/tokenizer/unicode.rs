@@ -58,6 +58,21 @@ impl Classes {
         slot.get_or_init(|| Classes::read(runs))
     }
 
+    /// The same for a pattern behind `Digits`, which asks Rust's own tables, and so does the library: what is numeric
+    /// there is a number here.
+    pub fn behind_digits(version: Version) -> &'static Classes {
+        static TABLES: [OnceLock<Classes>; 2] = [const { OnceLock::new() }; 2];
+        TABLES[usize::from(version == Version::V17)].get_or_init(|| {
+            let mut table = Classes::of(version).0.clone();
+            for (code, class) in (0u32..).zip(&mut table) {
+                if char::from_u32(code).is_some_and(char::is_numeric) {
+                    *class = class::NUMBER;
+                }
+            }
+            Classes(table)
+        })
+    }
+
     fn read(runs: &[u8]) -> Classes {
         let runs: Vec<(usize, u8)> = runs
             .as_chunks::<4>()

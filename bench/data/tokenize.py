@@ -1,0 +1,161 @@
+"""Tokenization, file to flat ids: MB (10^6 bytes of UTF-8) a CPU second against gigatoken, fastokens and tokenizers 1.0.
+
+    python bench/data/tokenize.py --corpora FOLDER --tokenizers FOLDER [--peers PYTHON ...] [--results FILE]
+
+FOLDER of corpora: <name>.txt of bench/data/corpora.py. FOLDER of tokenizers: <name>/tokenizer.json or <name>.json.
+PYTHON: interpreters of environments that hold peers (`pip install gigatoken fastokens`; `pip install tokenizers==1.0.0rc3` in one
+of its own); each peer runs in the first that has it. Every figure is one fresh process pinned to its cores, cold: the first
+half of the corpus, after 20 short documents. Systems take turns, `--repeats` times. `.../2-cores` cases are wall clock: run
+them on an idle machine (`--threads 2`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+NEEDS = "corpora (bench/data/corpora.py) and tokenizer files; peers in environments of their own"
+CORPORA = ("english", "code", "multilingual", "chat", "json")
+PEERS = {"gigatoken": "gigatoken", "fastokens": "fastokens", "tokenizers-1.0": "tokenizers"}
+"""System -> the distribution it comes from."""
+LARGEST = 76_000_000
+
+
+def half(path: Path) -> list[str]:
+    """The first half of a corpus, of at most LARGEST bytes, in documents."""
+    documents = path.read_bytes()[:LARGEST].split(b"\0")[:-1]
+    return [document.decode() for document in documents[: len(documents) // 2]]
+
+
+def encoder(system: str, tokenizer: Path, threads: int) -> Any:
+    """A call that turns a file of documents (and those documents) into ids, and does not turn them into Python lists
+    where the system can do without."""
+    if system == "rft":
+        from rft import _native
+
+        ours = _native.Tokenizer(tokenizer.read_text(encoding="utf-8"))
+        if not ours.engine[0]:
+            raise SystemExit(f"falls back: {ours.engine[1]}")
+        return lambda path, documents: ours.encode_file(path, 0, threads)
+    if system == "gigatoken":
+        import gigatoken
+
+        giga = gigatoken.Tokenizer(str(tokenizer))
+        return lambda path, documents: giga.encode_files(gigatoken.TextFileSource([str(path)], separator=b"\0"))
+    if system == "fastokens":
+        from fastokens._native import Tokenizer as Fast
+
+        fast = Fast.from_file(str(tokenizer))
+        return lambda path, documents: [e.ids for e in fast.encode_batch(documents, add_special_tokens=False)]
+    from tokenizers import Tokenizer, __version__
+
+    if int(__version__.split(".")[0]) < 1:
+        raise SystemExit(f"tokenizers {__version__} is not 1.0")
+    library = Tokenizer.from_file(str(tokenizer))
+    return lambda path, documents: [e.ids_array for e in library.encode_batch(documents, add_special_tokens=False)]
+
+
+def child(system: str, tokenizer: Path, corpus: Path, threads: int) -> None:
+    import resource
+
+    documents = half(corpus)
+    size = sum(len(document.encode()) for document in documents) / 1e6
+    with tempfile.TemporaryDirectory() as folder:
+        short, path = Path(folder) / "short", Path(folder) / "text"
+        short.write_bytes(b"\0".join([b"warm up"] * 20))
+        path.write_bytes("\0".join(documents).encode())
+        began = time.perf_counter()
+        encode = encoder(system, tokenizer, threads)
+        load = time.perf_counter() - began
+        encode(short, ["warm up"] * 20)
+        cpu, wall = time.process_time(), time.perf_counter()
+        result = encode(path, documents)
+        cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+        del result
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+    print(json.dumps({"cpu": size / cpu, "wall": size / wall, "load": load, "peak": peak}))
+
+
+def measure(python: str, system: str, tokenizer: Path, corpus: Path, threads: int) -> dict[str, float]:
+    env = dict(os.environ, RAYON_NUM_THREADS=str(threads), OMP_NUM_THREADS=str(threads), TOKENIZERS_PARALLELISM="true")
+    command = [python, __file__, "--child", system, str(tokenizer), str(corpus), str(threads)]
+    cores = sorted(os.sched_getaffinity(0))[:threads]
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, preexec_fn=lambda: os.sched_setaffinity(0, cores)
+    )
+    if done.returncode != 0:
+        raise RuntimeError((done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1][:200])
+    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return figures
+
+
+def pythons(given: list[str]) -> dict[str, str]:
+    """System -> interpreter that has it."""
+    found = {"rft": sys.executable}
+    code = "import sys, importlib.metadata as m; print(m.version(sys.argv[1]))"
+    for system, package in PEERS.items():
+        for python in given:
+            done = subprocess.run([python, "-c", code, package], capture_output=True, text=True)
+            version = done.stdout.strip()
+            if done.returncode == 0 and (system != "tokenizers-1.0" or version.startswith("1.")):
+                found[system] = python
+                break
+    return found
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--child"]:
+        child(sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4]), int(sys.argv[5]))
+        return
+    from results import Results
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--corpora", type=Path, required=True)
+    parser.add_argument("--tokenizers", type=Path, required=True)
+    parser.add_argument("--peers", nargs="*", default=[], metavar="PYTHON")
+    parser.add_argument("--tokenizer", nargs="*", default=["qwen3"], help="names in the folder of tokenizers")
+    parser.add_argument("--corpus", nargs="*", default=list(CORPORA))
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--results", type=Path)
+    args = parser.parse_args()
+    systems = pythons(args.peers)
+    results = Results(args.results)
+    for name in args.tokenizer:
+        file = args.tokenizers / name / "tokenizer.json"
+        file = file if file.is_file() else args.tokenizers / f"{name}.json"
+        for corpus in args.corpus:
+            suffix = "" if args.threads == 1 else f"/{args.threads}-cores"
+            case, kind = f"tokenize/{name}/{corpus}{suffix}", "cpu" if args.threads == 1 else "wall"
+            runs: dict[str, list[dict[str, float]]] = {system: [] for system in systems}
+            errors = {system: "no environment of --peers has it" for system in PEERS if system not in systems}
+            for _ in range(args.repeats):
+                for system in systems:
+                    if system in errors:
+                        continue
+                    try:
+                        text = args.corpora / f"{corpus}.txt"
+                        runs[system].append(measure(systems[system], system, file, text, args.threads))
+                    except RuntimeError as error:
+                        errors[system] = str(error)
+            for system in ("rft", *PEERS):
+                if system in errors:
+                    results.error(case, system, errors[system])
+                    continue
+                results.add(case, system, "mb_per_second", [run[kind] for run in runs[system]])
+                if system == "rft":
+                    results.add(case, system, "load_seconds", [run["load"] for run in runs[system]])
+                    results.add(case, system, "peak_rss_mib", [run["peak"] for run in runs[system]])
+
+
+if __name__ == "__main__":
+    main()
