@@ -112,6 +112,8 @@ pub struct Masked {
     pub lost: u32,
     /// Whether there are tools and the text names none of them.
     pub tools_ignored: bool,
+    /// How generation prompts go on where the text does not: a content that begins so may move its border.
+    pub(crate) partings: Vec<char>,
 }
 
 type RowResult<T> = std::result::Result<T, RowError>;
@@ -428,7 +430,8 @@ impl Job {
         let spans = in_order(spans);
         self.check_content(view, &text, &spans)?;
         let tools_ignored = self.names_no_tool(&text);
-        let mut masked = Masked { text, spans, method, lost: 0, tools_ignored };
+        let partings = self.partings(view, &text);
+        let mut masked = Masked { text, spans, method, lost: 0, tools_ignored, partings };
         masked.lost = self.lost(view, &masked).len() as u32;
         Ok(Some(masked))
     }

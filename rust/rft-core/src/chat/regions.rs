@@ -61,6 +61,16 @@ impl Job {
         Ok(Some(if common < first { header_end(text, low, common, control) } else { first }))
     }
 
+    /// The first character of each generation prompt's end that the whole chat does not go on with.
+    pub(super) fn partings(&self, view: usize, text: &str) -> Vec<char> {
+        if !matches!(self.views[view].method, Method::PromptDiffers | Method::HistoryDiffers) {
+            return Vec::new();
+        }
+        let chosen = (0..self.views[view].upto).filter(|index| self.views[view].selected[*index]);
+        let reads = chosen.filter_map(|index| self.renders.get(&self.before(index)));
+        reads.filter_map(|read| read.text[common_prefix(text, &read.text)..].chars().next()).collect()
+    }
+
     /// Where the content of a message starts or ends in the whole chat; none if the render that tells was only now asked
     /// for.
     fn edge(&mut self, view: usize, index: usize, edge: Edge, problem: &str) -> Told<Option<usize>> {

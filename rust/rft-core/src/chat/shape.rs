@@ -53,6 +53,8 @@ pub struct Shape {
     spans: Vec<(Place, Place, Span)>,
     /// How the spans were found.
     pub method: Method,
+    /// How generation prompts go on where the chat does not ([`Masked::partings`]).
+    partings: Vec<char>,
 }
 
 /// A chat with its spans, filled in.
@@ -152,6 +154,8 @@ impl Shapes {
         }
         let odd: Vec<String> = (0..count).map(|index| self.odd_text(index)).collect();
         let of_odd = learn(&odd)?;
+        // Contents of two beginnings, so that neither hides a prompt that goes on as it begins.
+        shape.partings = [&plain, &of_wide, &of_odd].into_iter().flat_map(|truth| truth.partings.clone()).collect();
         let mut filled = Filled::default();
         for (contents, truth) in [(&cores, &plain), (&wide, &of_wide), (&odd, &of_odd)] {
             let known = self.fits(&shape, count, |index| contents[index].as_str());
@@ -200,12 +204,12 @@ impl Shapes {
     /// Whether a chat's contents may be filled in.
     pub fn fits<'t>(&self, shape: &Shape, count: usize, content: impl Fn(usize) -> &'t str) -> bool {
         shape.holes.len() == count
-            && shape.holes.iter().all(|hole| self.fits_hole(hole, content(hole.message)))
+            && shape.holes.iter().all(|hole| self.fits_hole(shape, hole, content(hole.message)))
             && (!self.looks.compares_messages
                 || (1..count).all(|one| (0..one).all(|other| content(one).trim() != content(other).trim())))
     }
 
-    fn fits_hole(&self, hole: &Hole, text: &str) -> bool {
+    fn fits_hole(&self, shape: &Shape, hole: &Hole, text: &str) -> bool {
         let visible = text.trim_matches(OUTER);
         let (Some(first), Some(last)) = (visible.chars().next(), visible.chars().next_back()) else { return false };
         let left = visible.as_ptr() as usize - text.as_ptr() as usize;
@@ -217,6 +221,7 @@ impl Shapes {
             && (right == 0 || hole.right != Side::Unknown)
             && !odd(first)
             && !odd(last)
+            && !shape.partings.contains(&first)
             && !looks.compared.iter().any(|other| other.trim() == visible)
             && !looks.within.iter().any(|other| other.contains(visible))
             && !self.borders.touches(text)
@@ -319,5 +324,5 @@ fn cut(masked: &Masked, cores: &[String]) -> Option<Shape> {
         masked.method,
         Method::Whole | Method::Tags | Method::Prefixes | Method::HistoryDiffers | Method::PromptDiffers
     );
-    told.then_some(Shape { literals, holes, spans, method: masked.method })
+    told.then_some(Shape { literals, holes, spans, method: masked.method, partings: Vec::new() })
 }
