@@ -9,7 +9,7 @@ use crate::error::{Error, Kind, Result};
 use crate::example::{Format, ROLES, Reason, RowError};
 use crate::spec::{Part, Source, Spec, TrainOn};
 use crate::store::Writer;
-use crate::tokens::{Facts, Tokens};
+use crate::tokens::{Facts, Told};
 
 /// Examples kept of each reason.
 const NOTES: usize = 5;
@@ -98,19 +98,19 @@ impl Counts {
     }
 
     /// Counts a row that is kept, by its documents; they are written `copies` times.
-    pub fn keep<'a>(&mut self, documents: impl Iterator<Item = &'a Tokens> + Clone, copies: u32) {
+    pub fn keep<'a>(&mut self, documents: impl Iterator<Item = &'a Told> + Clone, copies: u32) {
         let Some(first) = documents.clone().next() else { return };
         self.read += 1;
         self.kept += 1;
         self.repeats += u64::from(copies - 1);
         self.spelled += u64::from(first.spelled);
-        self.straddling += documents.clone().map(|tokens| tokens.straddling).sum::<u64>();
+        self.straddling += documents.clone().map(|document| document.straddling).sum::<u64>();
         let method = first.method.map_or("raw text", |method| method.name());
         match self.methods.get_mut(method) {
             Some(count) => *count += 1,
             None => drop(self.methods.insert(method.into(), 1)),
         }
-        let lost: u64 = documents.clone().map(|tokens| u64::from(tokens.lost)).sum();
+        let lost: u64 = documents.clone().map(|document| u64::from(document.lost)).sum();
         self.lost = (self.lost.0 + lost, self.lost.1 + u64::from(lost > 0));
         let parts = documents.clone().count() as u64;
         if parts > 1 {
@@ -120,10 +120,9 @@ impl Counts {
         if let Some(source) = self.sources.last_mut() {
             source.read += 1;
             source.kept += 1;
-            for tokens in documents {
-                source.tokens += u64::from(copies) * tokens.ids.len() as u64;
-                let trained = tokens.trained.iter().filter(|bit| **bit).count();
-                source.trained += u64::from(copies) * trained as u64;
+            for document in documents {
+                source.tokens += u64::from(copies) * document.tokens;
+                source.trained += u64::from(copies) * document.trained;
             }
         }
     }

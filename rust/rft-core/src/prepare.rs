@@ -4,6 +4,7 @@
 //! nor on whether an earlier run was killed on the way.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -23,7 +24,7 @@ use crate::seen::Seen;
 use crate::spec::{FormatChoice, OnError, Part, Source, Spec};
 use crate::store::{self, Begun, Document, Shard, SourceRecord, Writer};
 use crate::tokenizer::unicode;
-use crate::tokens::Tokens;
+use crate::tokens::{Tokens, Told};
 
 /// A block is what a thread takes at a time: large enough for a caller's renderer, small enough to share out evenly.
 const BLOCK_ROWS: usize = 1024;
@@ -131,16 +132,54 @@ struct Task {
     evidence: Option<String>,
 }
 
-/// A row that was worked on.
-enum Made {
+/// A block that was worked on, in a few large buffers: many small ones, taken in one thread and given back in another, leave
+/// the allocator with memory that it cannot use again.
+#[derive(Default)]
+struct Made {
+    rows: Vec<RowMade>,
+    documents: Vec<Kept>,
+    ids: Vec<u32>,
+    runs: Vec<[u32; 2]>,
+    weights: Vec<f32>,
+}
+
+/// What became of a row.
+enum RowMade {
+    /// The next so many documents, each written so many times.
     Kept {
-        documents: Vec<Tokens>,
-        /// Of each document: its trained runs, and under `dedup` its hash.
-        runs: Vec<Vec<[u32; 2]>>,
-        hashes: Vec<u128>,
+        documents: usize,
         copies: u32,
     },
     Dropped(RowError),
+}
+
+/// A document in the block's buffers.
+struct Kept {
+    ids: Range<usize>,
+    runs: Range<usize>,
+    weights: Option<Range<usize>>,
+    /// Under `dedup`.
+    hash: Option<u128>,
+    told: Told,
+}
+
+impl Made {
+    fn push(&mut self, tokens: &Tokens, dedup: bool) {
+        let (ids, runs, weights) = (self.ids.len(), self.runs.len(), self.weights.len());
+        self.ids.extend_from_slice(&tokens.ids);
+        push_runs(&tokens.trained, &mut self.runs);
+        let own = tokens.weights.as_ref().map(|own| {
+            self.weights.extend_from_slice(own);
+            weights..self.weights.len()
+        });
+        let hash = dedup.then(|| {
+            let weights: Option<Vec<u8>> =
+                tokens.weights.as_ref().map(|all| all.iter().flat_map(|weight| weight.to_le_bytes()).collect());
+            hash_of(&tokens.ids, &self.runs[runs..], weights.as_deref())
+        });
+        let (ids, runs) = (ids..self.ids.len(), runs..self.runs.len());
+        self.documents.push(Kept { ids, runs, weights: own, hash, told: tokens.told() });
+    }
 }
 
 impl Assembly<'_> {
@@ -208,32 +247,35 @@ impl Assembly<'_> {
     }
 
     /// Writes a block's kept rows, counts the dropped ones, or stops.
-    fn record(&mut self, task: &Task, made: Vec<Made>) -> Result<()> {
+    fn record(&mut self, task: &Task, made: Made) -> Result<()> {
         let source = &self.spec.sources[task.source];
         if let Some(evidence) = &task.evidence {
             self.counts.begin_source(source, task.parser.format(), evidence);
         }
-        for (number, made) in made.into_iter().enumerate() {
+        let Made { rows, documents, ids, runs, weights } = made;
+        let mut documents = documents.as_slice();
+        for (number, row) in rows.into_iter().enumerate() {
             let line = task.block.row(task.skip + number).0;
-            match made {
-                Made::Kept { documents, runs, hashes, copies } => {
-                    let mut new: Vec<(&Tokens, &Vec<[u32; 2]>)> = documents.iter().zip(&runs).collect();
+            match row {
+                RowMade::Kept { documents: count, copies } => {
+                    let (own, rest) = documents.split_at(count);
+                    documents = rest;
+                    let mut new: Vec<&Kept> = own.iter().collect();
                     if let Some(seen) = &mut self.seen {
-                        let mut hashes = hashes.iter();
-                        new.retain(|_| hashes.next().is_none_or(|hash| seen.insert(*hash)));
+                        new.retain(|part| part.hash.is_none_or(|hash| seen.insert(hash)));
                     }
-                    self.counts.drop_documents(runs.len() - new.len());
+                    self.counts.drop_documents(own.len() - new.len());
                     if new.is_empty() {
                         self.counts.drop_row(&RowError::new(Reason::Duplicate, "", ""), Note::default());
                         continue;
                     }
-                    self.counts.keep(new.iter().map(|(tokens, _)| *tokens), copies);
+                    self.counts.keep(new.iter().map(|part| &part.told), copies);
                     for _ in 0..copies {
-                        for (tokens, runs) in &new {
+                        for part in &new {
                             let document = Document {
-                                ids: &tokens.ids,
-                                trained: runs,
-                                weights: tokens.weights.as_deref(),
+                                ids: &ids[part.ids.clone()],
+                                trained: &runs[part.runs.clone()],
+                                weights: part.weights.clone().map(|own| &weights[own]),
                                 source: task.source as u32,
                                 line,
                             };
@@ -244,10 +286,10 @@ impl Assembly<'_> {
                         self.writer.cut(self.counts.to_state()?)?;
                     }
                 }
-                Made::Dropped(error) if error.reason.is_error() && self.spec.on_error == OnError::Fail => {
+                RowMade::Dropped(error) if error.reason.is_error() && self.spec.on_error == OnError::Fail => {
                     return Err(row_error(source, line, &error));
                 }
-                Made::Dropped(error) => {
+                RowMade::Dropped(error) => {
                     let note = Note { place: format!("{}:{line}", source.shown()), text: error.problem.clone() };
                     self.counts.drop_row(&error, note);
                 }
@@ -265,7 +307,7 @@ fn at_row(mut error: Error, source: &Source, line: u64) -> Error {
 }
 
 /// Turns a block's rows into documents.
-fn work(spec: &Spec, rows: &Rows, task: &Task, scratch: &mut Scratch) -> Result<Vec<Made>> {
+fn work(spec: &Spec, rows: &Rows, task: &Task, scratch: &mut Scratch) -> Result<Made> {
     let source = &spec.sources[task.source];
     let held_out = spec.holdout.is_some_and(|holdout| holdout.part == Part::Eval);
     let copies_of = |number: u64| {
@@ -287,38 +329,35 @@ fn work(spec: &Spec, rows: &Rows, task: &Task, scratch: &mut Scratch) -> Result<
         .collect();
     let mut outcomes = rows.block(&task.parser, task.layout, &chosen, scratch)?.into_iter();
     let missing = || Error::new(Kind::Argument, "prepare", "fewer rows came back than were given");
-    let made = choices.into_iter().map(|choice| {
+    let mut made = Made::default();
+    for choice in choices {
         let copies = match choice {
             Ok(copies) => copies,
-            Err(reason) => return Ok(Made::Dropped(RowError::new(reason, "", ""))),
-        };
-        Ok(match outcomes.next().ok_or_else(missing)? {
-            Outcome::Dropped(error) => Made::Dropped(error),
-            Outcome::Kept(documents) => {
-                let runs: Vec<Vec<[u32; 2]>> = documents.iter().map(|tokens| runs_of(&tokens.trained)).collect();
-                let hash = |(tokens, runs): (&Tokens, &Vec<[u32; 2]>)| {
-                    let weights: Option<Vec<u8>> =
-                        tokens.weights.as_ref().map(|all| all.iter().flat_map(|weight| weight.to_le_bytes()).collect());
-                    hash_of(&tokens.ids, runs, weights.as_deref())
-                };
-                let hashes = if spec.dedup { documents.iter().zip(&runs).map(hash).collect() } else { Vec::new() };
-                Made::Kept { documents, runs, hashes, copies }
+            Err(reason) => {
+                made.rows.push(RowMade::Dropped(RowError::new(reason, "", "")));
+                continue;
             }
-        })
-    });
-    made.collect()
+        };
+        let row = match outcomes.next().ok_or_else(missing)? {
+            Outcome::Dropped(error) => RowMade::Dropped(error),
+            Outcome::Kept(documents) => {
+                documents.iter().for_each(|tokens| made.push(tokens, spec.dedup));
+                RowMade::Kept { documents: documents.len(), copies }
+            }
+        };
+        made.rows.push(row);
+    }
+    Ok(made)
 }
 
-/// Maximal runs of set bits.
-fn runs_of(trained: &[bool]) -> Vec<[u32; 2]> {
-    let mut runs = Vec::new();
+/// Adds the maximal runs of set bits.
+fn push_runs(trained: &[bool], runs: &mut Vec<[u32; 2]>) {
     let mut at = 0;
     while let Some(start) = trained[at..].iter().position(|bit| *bit).map(|offset| at + offset) {
         let end = trained[start..].iter().position(|bit| !*bit).map_or(trained.len(), |offset| start + offset);
         runs.push([start as u32, end as u32]);
         at = end;
     }
-    runs
 }
 
 /// The hash of a document's ids, labels and weights (1 each where there are none).

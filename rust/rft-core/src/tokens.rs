@@ -29,6 +29,40 @@ pub struct Tokens {
     pub facts: Facts,
 }
 
+/// What is counted of a document.
+#[derive(Clone, Debug)]
+pub struct Told {
+    /// Number of tokens.
+    pub tokens: u64,
+    /// How many of them are trained on.
+    pub trained: u64,
+    /// As in [`Tokens`].
+    pub straddling: u64,
+    /// As in [`Tokens`].
+    pub spelled: bool,
+    /// As in [`Tokens`].
+    pub method: Option<Method>,
+    /// As in [`Tokens`].
+    pub lost: u32,
+    /// As in [`Tokens`].
+    pub facts: Facts,
+}
+
+impl Tokens {
+    /// What is counted of it.
+    pub fn told(&self) -> Told {
+        Told {
+            tokens: self.ids.len() as u64,
+            trained: self.trained.iter().filter(|bit| **bit).count() as u64,
+            straddling: self.straddling,
+            spelled: self.spelled,
+            method: self.method,
+            lost: self.lost,
+            facts: self.facts.clone(),
+        }
+    }
+}
+
 /// What is told of a row.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Facts {
