@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from rft.data.prepare import remarks
+from rft.config.data import DataConfig, SourceConfig
+from rft.data.prepare import prepare, remarks
 from rft.errors import DataError, RftError
 from rft.visible import visible, visible_line
 from support.data import (
@@ -20,6 +21,7 @@ from support.data import (
     text_of,
     tiny_files,
     trained_texts,
+    write_rows,
 )
 
 
@@ -180,6 +182,17 @@ def test_roles_that_no_row_has_are_told(tmp_path, files, capsys):
     prepare_rows(tmp_path, [chat("a", "b")], files, train_on=["assistant", "tool"])
     said = capsys.readouterr()
     assert "data.train_on names tool, and no row has such a message" in said.out + said.err
+
+
+def test_each_data_set_has_its_own_words_for_roles(tmp_path, files):
+    row = {"messages": [{"role": "a", "content": "from a"}, {"role": "b", "content": "from b"}]}
+    words = [{"a": "user", "b": "assistant"}, {"a": "assistant", "b": "user"}]
+    sets = [SourceConfig(path=str(write_rows(tmp_path / f"{n}.jsonl", [row])), roles=words[n % 2]) for n in range(6)]
+    made = prepare(DataConfig(train=sets, store=str(tmp_path / "sets")), files)
+    assert [trained_texts(made.train, n, files) for n in range(6)] == [[f"from b{STOP}"], [f"from a{STOP}"]] * 3
+    sets = [*sets, SourceConfig(path=str(write_rows(tmp_path / "plain.jsonl", [row])))]
+    with pytest.raises(DataError, match="plain.jsonl:1"):
+        prepare(DataConfig(train=sets, store=str(tmp_path / "sets")), files)
 
 
 @pytest.mark.parametrize(

@@ -276,6 +276,19 @@ type RowResult<T> = std::result::Result<T, RowError>;
 
 /// What a message may be, as templates know it.
 pub const ROLES: [&str; 5] = ["system", "developer", "user", "assistant", "tool"];
+
+/// What ShareGPT's kin call them.
+const SHAREGPT_ROLES: [(&str, &str); 9] = [
+    ("human", "user"),
+    ("gpt", "assistant"),
+    ("chatgpt", "assistant"),
+    ("bot", "assistant"),
+    ("model", "assistant"),
+    ("function_call", "assistant"),
+    ("observation", "tool"),
+    ("function", "tool"),
+    ("function_response", "tool"),
+];
 pub(crate) const SKIP_HINT: &str = "fix the row, or skip bad rows with data.on_error = \"skip\"";
 
 /// Reads rows of one format with one source's own names.
@@ -295,7 +308,9 @@ impl Parser {
                 return Err(format!("format {} has no field {ours:?}; it has {}", format.name(), known.join(", ")));
             }
         }
-        Ok(Parser { format, source: source.clone(), lean: Parser::lean_names(format, source) })
+        let mut parser = Parser { format, source: source.clone(), lean: None };
+        parser.lean = parser.lean_names();
+        Ok(parser)
     }
 
     /// The format that it reads.
@@ -342,7 +357,8 @@ impl Parser {
         self.lean.as_ref()
     }
 
-    fn lean_names(format: Format, source: &Source) -> Option<Names> {
+    fn lean_names(&self) -> Option<Names> {
+        let (format, source) = (self.format, &self.source);
         if !matches!(format, Format::Messages | Format::ShareGpt) {
             return None;
         }
@@ -355,8 +371,11 @@ impl Parser {
         };
         let mut telling: Vec<String> = ["documents", "chat_template_kwargs"].map(String::from).to_vec();
         telling.extend(["system", "tools", "loss_weight"].iter().flat_map(|ours| all(ours)));
+        let words =
+            source.roles.keys().map(String::as_str).chain(ROLES).chain(SHAREGPT_ROLES.map(|(theirs, _)| theirs));
         Some(Names {
             messages: all("messages"),
+            roles: words.filter_map(|theirs| Some((theirs.to_string(), self.plain_role(theirs)?))).collect(),
             role: all("role").into_iter().next()?,
             content: all("content").into_iter().next()?,
             telling,
@@ -364,7 +383,7 @@ impl Parser {
     }
 
     /// The index of a role in [`ROLES`], where its message needs no more than its text.
-    pub(crate) fn plain_role(&self, theirs: &str) -> Option<u8> {
+    fn plain_role(&self, theirs: &str) -> Option<u8> {
         if theirs == "function_call" {
             return None; // Its text may be a call.
         }
@@ -524,13 +543,7 @@ impl Parser {
         if self.format != Format::ShareGpt {
             return None;
         }
-        let role = match theirs {
-            "human" => "user",
-            "gpt" | "chatgpt" | "bot" | "model" | "function_call" => "assistant",
-            "observation" | "function" | "function_response" => "tool",
-            _ => return None,
-        };
-        Some(role.to_string())
+        SHAREGPT_ROLES.iter().find(|(known, _)| *known == theirs).map(|(_, role)| role.to_string())
     }
 
     fn alpaca(&self, row: &mut Map<String, Value>) -> RowResult<Content> {

@@ -6,8 +6,6 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::example::Parser;
-
 /// Deeper values are left to the other parser.
 const MAX_DEPTH: usize = 64;
 
@@ -30,7 +28,6 @@ pub struct Lean {
     unused: Vec<Range<usize>>,
     /// Fields of the row that are not used.
     pub unused_names: Arc<[String]>,
-    seen_roles: Vec<(Vec<u8>, u8)>,
 }
 
 /// The names that a source's chat rows use.
@@ -40,19 +37,21 @@ pub(crate) struct Names {
     pub messages: Vec<String>,
     pub role: String,
     pub content: String,
+    /// What this source calls the roles whose messages need no more than their text: an index into [`ROLES`](crate::example::ROLES).
+    pub roles: Vec<(String, u8)>,
     /// Fields of the row that mean something, so that a row with them is left to the other parser.
     pub telling: Vec<String>,
 }
 
 impl Lean {
     /// Reads a row; false where it is not a plain one.
-    pub(crate) fn read(&mut self, row: &str, names: &Names, parser: &Parser) -> bool {
+    pub(crate) fn read(&mut self, row: &str, names: &Names) -> bool {
         self.roles.clear();
         self.contents.clear();
         self.arena.clear();
         self.unused.clear();
         let mut at = At { bytes: row.as_bytes(), pos: 0 };
-        self.object(&mut at, row, names, parser).is_some()
+        self.object(&mut at, row, names).is_some()
     }
 
     /// The text of a message.
@@ -63,7 +62,7 @@ impl Lean {
         }
     }
 
-    fn object(&mut self, at: &mut At<'_>, row: &str, names: &Names, parser: &Parser) -> Option<()> {
+    fn object(&mut self, at: &mut At<'_>, row: &str, names: &Names) -> Option<()> {
         let mut found = false;
         at.space();
         at.expect(b'{')?;
@@ -82,7 +81,7 @@ impl Lean {
                     return None;
                 }
                 found = true;
-                self.messages(at, row, names, parser)?;
+                self.messages(at, row, names)?;
             } else if names.telling.iter().any(|telling| telling == name) {
                 at.null()?;
             } else {
@@ -114,11 +113,11 @@ impl Lean {
         Some(())
     }
 
-    fn messages(&mut self, at: &mut At<'_>, row: &str, names: &Names, parser: &Parser) -> Option<()> {
+    fn messages(&mut self, at: &mut At<'_>, row: &str, names: &Names) -> Option<()> {
         at.expect(b'[')?;
         at.space();
         loop {
-            self.message(at, row, names, parser)?;
+            self.message(at, row, names)?;
             at.space();
             match at.next()? {
                 b',' => at.space(),
@@ -128,7 +127,7 @@ impl Lean {
         }
     }
 
-    fn message(&mut self, at: &mut At<'_>, row: &str, names: &Names, parser: &Parser) -> Option<()> {
+    fn message(&mut self, at: &mut At<'_>, row: &str, names: &Names) -> Option<()> {
         let (mut role, mut content) = (None, None);
         at.expect(b'{')?;
         at.space();
@@ -155,15 +154,7 @@ impl Lean {
             }
         }
         let theirs = &row[role?];
-        let role = match self.seen_roles.iter().find(|(seen, _)| seen == theirs.as_bytes()) {
-            Some((_, role)) => *role,
-            None => {
-                let role = parser.plain_role(theirs)?;
-                self.seen_roles.push((theirs.as_bytes().to_vec(), role));
-                role
-            }
-        };
-        self.roles.push(role);
+        self.roles.push(names.roles.iter().find(|(known, _)| known == theirs)?.1);
         self.contents.push(content?);
         Some(())
     }

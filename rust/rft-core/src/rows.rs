@@ -184,7 +184,7 @@ impl<'a> Rows<'a> {
         }
         let text = std::str::from_utf8(bytes).ok()?;
         let Scratch { lean, filled, .. } = scratch;
-        if !lean.read(text, names, parser) {
+        if !lean.read(text, names) {
             return None;
         }
         let shape = shapes.of(&lean.roles, |contents| self.made_up(&lean.roles, contents))?;
