@@ -191,7 +191,7 @@ def test_each_data_set_has_its_own_words_for_roles(tmp_path, files):
     made = prepare(DataConfig(train=sets, store=str(tmp_path / "sets")), files)
     assert [trained_texts(made.train, n, files) for n in range(6)] == [[f"from b{STOP}"], [f"from a{STOP}"]] * 3
     sets = [*sets, SourceConfig(path=str(write_rows(tmp_path / "plain.jsonl", [row])))]
-    with pytest.raises(DataError, match="plain.jsonl:1"):
+    with pytest.raises(DataError, match=r"plain\.jsonl:1"):
         prepare(DataConfig(train=sets, store=str(tmp_path / "sets")), files)
 
 
