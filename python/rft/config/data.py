@@ -42,7 +42,7 @@ class DataConfig(Table):
     """Data sets for the held-out loss."""
     eval_fraction: float = Field(0.0, ge=0, lt=1)
     """Share of the training rows that is held out, chosen by content hash (so it is stable when rows are added)."""
-    seq_len: int | None = Field(None, ge=2)
+    seq_len: int | None = Field(None, ge=2, le=2**24)
     """Tokens in a pack; at least 2, since the first of a pack has nothing before it that could predict it. Default: what the model was trained for, at most 8192."""
     packing: Literal["stream", "bfd", "even", "sequential", "none"] = "stream"
     """`stream` = best fit in the epoch's seeded order, unbiased; `bfd` = tightest, biased; `even` = every pack a like mix; `sequential` = rows in file order; `none` = a document a row."""

@@ -86,7 +86,7 @@ def _load(source: Path, where: str) -> ModuleType:
     with _current_folder_first():
         try:
             spec.loader.exec_module(module)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise DataError(where, f"{source} cannot be imported: {_told_error(error, source)}") from error
     return module
 
@@ -96,11 +96,11 @@ def _told(call: Callable[[str], Iterable[Any]], path: Path, shown: str, source: 
         yield from call(str(path))
     except DataError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise DataError(shown, _told_error(error, source), do="mend the function, or the file it reads") from error
 
 
-def _told_error(error: Exception, source: Path) -> str:
+def _told_error(error: BaseException, source: Path) -> str:
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(source)]
     place = f" ({source.name}:{lines[-1]})" if lines else ""
     return f"{type(error).__name__}: {error}{place}"

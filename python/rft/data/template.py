@@ -28,6 +28,7 @@ Renderer = Callable[[list[str]], list["tuple[str, list[Span]] | str"]]
 
 # Bounds of one render by jinja2; minijinja counts its work instead (template.rs).
 _MAX_SECONDS = 20.0
+_PROBE_SECONDS = 5.0
 _MAX_CHARACTERS = 100_000_000
 
 # Noncharacters that wrap generated text while a template renders; no Unicode text holds them.
@@ -162,22 +163,36 @@ def native_difference(template: ChatTemplate, special: dict[str, str]) -> str | 
         native = _native.Template(template.source, special)
     except _native.NativeError as error:
         return f"it cannot compile the template ({_first_line(error)})"
-    for name, conversation in PROBES.items():
-        for prompt in (False, True):
-            try:
-                wanted: tuple[str, list[Span]] | None = render(template, conversation, special, prompt)
-            except DataError:
-                wanted = None
-            try:
-                text, spans = native.render(json.dumps(_as_rows_are(conversation), ensure_ascii=False), prompt)
-                got: tuple[str, list[Span]] | None = (text, [(start, end) for start, end in spans])
-            except _native.NativeError as error:
-                if wanted is not None:
-                    return f"it fails on the probe {name!r} ({_first_line(error)})"
-                continue
-            if got != wanted:
-                return f"the probe {name!r} comes out differently"
+    with Watch(_PROBE_SECONDS) as watch:
+        for name, conversation in PROBES.items():
+            for prompt in (False, True):
+                # minijinja first: its limits are the tighter ones.
+                failed, got = "", None
+                try:
+                    text, spans = native.render(json.dumps(_as_rows_are(conversation), ensure_ascii=False), prompt)
+                    got = (text, [(start, end) for start, end in spans])
+                except _native.NativeError as error:
+                    failed = _first_line(error)
+                if "ran out of fuel" in failed:
+                    raise DataError(template.name, f"the template does too much work for the probe {name!r}")
+                made = watch.call(lambda _: _probe(template, conversation, special, prompt), "")  # noqa: B023 - called here
+                if isinstance(made, str) and "too much work" in made:
+                    raise DataError(template.name, f"the template fails on the probe {name!r}: {made}")
+                wanted = None if isinstance(made, str) else made
+                if failed and wanted is not None:
+                    return f"it fails on the probe {name!r} ({failed})"
+                if got != wanted and not failed:
+                    return f"the probe {name!r} comes out differently"
     return None
+
+
+def _probe(
+    template: ChatTemplate, conversation: dict[str, Any], special: dict[str, str], prompt: bool
+) -> tuple[str, list[Span]] | str:
+    try:
+        return render(template, conversation, special, prompt)
+    except DataError as error:
+        return error.problem
 
 
 def spelled_control_tokens(template: ChatTemplate, tokenizer: TokenizerFiles) -> list[str]:
@@ -244,6 +259,8 @@ def _compile(source: str, name: str) -> Any:
         return environment.from_string(source)
     except TemplateSyntaxError as error:
         raise DataError(f"{name}:{error.lineno}", f"not a jinja template: {error.message}") from None
+    except (ValueError, ArithmeticError, RecursionError) as error:  # of constants, which jinja2 computes here
+        raise DataError(name, f"the template cannot be compiled: {error}") from None
 
 
 def _tojson(

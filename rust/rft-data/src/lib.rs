@@ -178,7 +178,8 @@ fn list(ls: &Ls, out: &mut dyn Write) -> Result<bool> {
 fn verify_sets(arguments: &Verify, out: &mut dyn Write, poll: Poll) -> Result<bool> {
     let root = || sets::root(arguments.root.store.as_deref());
     let places = if arguments.sets.is_empty() {
-        sets::list(&root()?)?.into_iter().filter(|set| set.is_whole()).map(|set| set.path).collect()
+        let wanted = |set: &sets::Set| matches!(set.state, sets::State::Complete | sets::State::Damaged);
+        sets::list(&root()?)?.into_iter().filter(wanted).map(|set| set.path).collect()
     } else {
         let find = |name: &String| match PathBuf::from(name) {
             // A folder that is no set is a finding, not a wrong argument.

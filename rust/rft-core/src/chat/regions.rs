@@ -57,6 +57,18 @@ impl Job {
         if common < low || first < low {
             return Err(untold(&problem));
         }
+        if index == 0 {
+            // Nothing before it holds the header in place: a template that writes a system message of its own before the
+            // first turn, and none for an empty chat, puts it into the middle of what the prompt is.
+            let head = &text[..first];
+            if head.len() >= read.len() && common + common_suffix(head, &read) >= read.len() {
+                self.set_method(view, Method::PromptDiffers);
+                return Ok(Some(first));
+            }
+            if !control.last_end(&text[..common]).is_some_and(|_| control.last_end(&text[common..first]).is_none()) {
+                return Err(untold(&problem));
+            }
+        }
         self.set_method(view, Method::PromptDiffers);
         Ok(Some(if common < first { header_end(text, low, common, control) } else { first }))
     }
@@ -143,6 +155,11 @@ fn common_prefix(a: &str, b: &str) -> usize {
         common -= 1;
     }
     common
+}
+
+/// Bytes that two texts have in common at their end.
+fn common_suffix(a: &str, b: &str) -> usize {
+    a.bytes().rev().zip(b.bytes().rev()).take_while(|(x, y)| x == y).count()
 }
 
 /// The end of a turn's header in what a prompt and the whole chat share: they may go on alike by chance for a few

@@ -148,6 +148,22 @@ fn a_prompt_that_opens_reasoning_does_not_hide_turns_without_any() {
 }
 
 #[test]
+fn a_system_message_of_the_templates_own_is_not_trained_on() {
+    // SmolLM2's way: a chat that begins with another role gets a default system message, and an empty chat gets none.
+    let template = "{% for m in messages %}{% if loop.first and m.role != 'system' %}<|im_start|>system\nYou help.<|im_end|>\n{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
+    for row in [
+        chat(&[("assistant", "Hello"), ("user", "a"), ("assistant", "b")]),
+        chat(&[("assistant", "Hello"), ("assistant", "b")]),
+    ] {
+        assert_eq!(trained(&[row], template), [["Hello<|im_end|>", "b<|im_end|>"]]);
+    }
+    // Where no control token tells the header either, nothing is guessed.
+    let plain = "{% for m in messages %}{% if loop.first and m.role != 'system' %}You help.\n{% endif %}{{ m.role }}: {{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}assistant says: {% endif %}";
+    let error = Case::new(&[chat(&[("assistant", "Hello")])], plain).run().unwrap_err();
+    assert!(error.problem.contains("start of the whole chat"), "{error}");
+}
+
+#[test]
 fn a_template_that_writes_the_chat_anew_for_the_prompt_is_refused_by_number() {
     let template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | upper if add_generation_prompt else m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
     let rows = [chat(&[("user", "1"), ("assistant", "2")]), chat(&MANY)];
