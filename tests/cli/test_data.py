@@ -107,6 +107,14 @@ def test_verify_finds_every_flip_and_every_truncation(data, store):
     assert data("verify", store)[0] == 0
 
 
+@pytest.mark.parametrize("file", ["manifest.json", "data-00000.rft"])
+def test_verify_of_a_whole_store_does_not_pass_over_a_damaged_set(data, store, file):
+    (store / file).write_bytes((store / file).read_bytes()[:-1])
+    code, out, _ = data("verify", "--store", store.parent)
+    assert (code, out.startswith(f"damaged  {store / file}")) == (1, True)
+    assert data("verify", "--store", store.parent, "--json")[0] == 1
+
+
 # ---- ls and prune
 
 

@@ -98,7 +98,9 @@ def test_a_number_is_taken_in_every_way_toml_writes_it(folder, line, value):
         ("log", 'tags = "a"', "log.tags", '"a" is a string', "a list of strings", 'write tags = ["a"]'),
         ("log", 'trackers = "wandb"', "log.trackers", '"wandb" is a string, not a list',
          'a list of names ("tensorboard", "wandb", "mlflow" or "trackio")', 'write trackers = ["wandb"]'),
-        ("data", "seq_len = 1", "data.seq_len", "1 is out of range", "an integer of at least 2", ""),
+        ("data", "seq_len = 1", "data.seq_len", "1 is out of range", "an integer of at least 2 and of at most 16777216", ""),
+        ("data", "seq_len = 99999999999999999999", "data.seq_len", "99999999999999999999 is out of range",
+         "an integer of at least 2 and of at most 16777216", ""),
     ],
 )  # fmt: skip
 def test_a_wrong_type_is_named_with_the_type_that_is_wanted(folder, table, line, key, given, wanted, do):

@@ -88,6 +88,8 @@ def test_file_of_code_counts_from_the_configs_folder(tmp_path, code):
         ("def rows(path):\n    return 7", "not iterable"),
         ("def rows(path):\n    return []", "made no rows"),
         ("def rows(path):\n    yield 'text'", "a str"),
+        ("import sys\ndef rows(path):\n    sys.exit(0)", r"SystemExit: 0 \(loader.py:3\)"),
+        ("import sys\nsys.exit(0)", r"cannot be imported: SystemExit: 0 \(loader.py:2\)"),
         ("def other(path): pass", "no function 'rows'"),
         ("import nothing_of_this_name", r"cannot be imported: ModuleNotFoundError.* \(loader.py:1\)"),
     ],

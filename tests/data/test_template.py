@@ -76,6 +76,24 @@ def test_minijinja_agrees_so_that_rust_renders(files, name):
     assert native_difference(ChatTemplate(source_of(name, files), name), files.special) is None
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(100000) %}{% for j in range(100000) %}{{ messages[0].content }}{% endfor %}{% endfor %}",
+        "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}",
+    ],
+    ids=["writes for ever", "doubles"],
+)
+def test_template_that_works_without_end_is_refused_and_not_handed_to_jinja2(files, source):
+    with pytest.raises(DataError, match="too much work"):
+        native_difference(ChatTemplate(source, "endless"), files.special)
+
+
+def test_template_whose_constants_cannot_be_computed_is_refused(files):
+    with pytest.raises(DataError, match="cannot be compiled"):
+        render(ChatTemplate("{{ 2**99999999 }}", "power"), PROBES["one turn"], {})
+
+
 def test_template_that_minijinja_cannot_render_is_found_out(files):
     template = ChatTemplate("{{ messages[0].role.translate({117: 'U'}) }}", "a str method that minijinja lacks")
     assert render(template, PROBES["one turn"], {})[0] == "User"
