@@ -65,7 +65,8 @@ impl Job {
                 self.set_method(view, Method::PromptDiffers);
                 return Ok(Some(first));
             }
-            if !control.last_end(&text[..common]).is_some_and(|_| control.last_end(&text[common..first]).is_none()) {
+            let header = control.last_end(&text[..common]).is_some();
+            if !header || control.last_end(&text[common..first]).is_some() {
                 return Err(untold(&problem));
             }
         }
