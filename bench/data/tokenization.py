@@ -1,6 +1,6 @@
 """Tokenization, file to flat ids: MB (10^6 bytes of UTF-8) a CPU second against gigatoken, fastokens and tokenizers 1.0.
 
-    python bench/data/tokenize.py --corpora FOLDER --tokenizers FOLDER [--peers PYTHON ...] [--results FILE]
+    python bench/data/tokenization.py --corpora FOLDER --tokenizers FOLDER [--peers PYTHON ...] [--results FILE]
 
 FOLDER of corpora: <name>.txt of bench/data/corpora.py. FOLDER of tokenizers: <name>/tokenizer.json or <name>.json.
 PYTHON: interpreters of environments that hold peers (`pip install gigatoken fastokens`; `pip install tokenizers==1.0.0rc3` in one
