@@ -10,7 +10,7 @@ from rft.config.data import DataConfig, SourceConfig
 from rft.config.load import load_config
 from rft.data.prepare import prepare
 from rft.errors import ConfigError, DataError
-from support.data import text_of, tiny_files
+from support.data import documents_of_code, prepare_code, text_of, tiny_files
 
 CODE = """
 from pathlib import Path
@@ -36,11 +36,6 @@ def code(tmp_path):
     return path
 
 
-def run(tmp_path, files, rows, path="words.dat", **keys):
-    source = SourceConfig(path=str(tmp_path / path), rows=rows)
-    return prepare(DataConfig(train=[source], allow_code=True, store=str(tmp_path / "sets"), **keys), files)
-
-
 def calls(tmp_path):
     path = tmp_path / "calls"
     return len(path.read_text()) if path.exists() else 0
@@ -48,20 +43,20 @@ def calls(tmp_path):
 
 def test_rows_are_made_once_and_again_when_code_or_file_changes(tmp_path, files, code):
     for _ in range(2):
-        prepared = run(tmp_path, files, f"{code}:rows")
+        prepared = prepare_code(tmp_path, files, f"{code}:rows")
         texts = [text_of(prepared.train, index, files) for index in range(2)]
         assert [text.removesuffix("<|im_end|>") for text in texts] == ["ONE", "TWO"]
     assert calls(tmp_path) == 1
     code.write_text(CODE.replace("upper()", "upper() + '!'"))
-    assert text_of(run(tmp_path, files, f"{code}:rows").train, 0, files).startswith("ONE!")
+    assert text_of(prepare_code(tmp_path, files, f"{code}:rows").train, 0, files).startswith("ONE!")
     (tmp_path / "words.dat").write_text("one\nten\n")
-    assert text_of(run(tmp_path, files, f"{code}:rows").train, 1, files).startswith("TEN!")
+    assert text_of(prepare_code(tmp_path, files, f"{code}:rows").train, 1, files).startswith("TEN!")
     assert calls(tmp_path) == 3
 
 
 def test_module_is_found_in_the_current_folder(tmp_path, files, code, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert run(tmp_path, files, "loader:rows").train.num_documents == 2
+    assert prepare_code(tmp_path, files, "loader:rows").train.num_documents == 2
 
 
 def test_code_is_off_unless_allowed(tmp_path, files, code):
@@ -97,30 +92,25 @@ def test_file_of_code_counts_from_the_configs_folder(tmp_path, code):
 def test_what_goes_wrong_in_the_code_is_told_with_its_line(tmp_path, files, code, body, problem):
     code.write_text(body)
     with pytest.raises(DataError, match=problem):
-        run(tmp_path, files, f"{code}:rows")
+        prepare_code(tmp_path, files, f"{code}:rows")
     assert not list((tmp_path / "sets" / "rows").glob("*.jsonl")), "nothing half made is kept"
 
 
 @pytest.mark.parametrize("rows", ["loader", "loader.py:rows:", "nowhere.py:rows", "no_such_module:rows", ":rows"])
 def test_reference_that_names_nothing_is_an_error(tmp_path, files, code, rows):
     with pytest.raises(DataError) as raised:
-        run(tmp_path, files, rows)
+        prepare_code(tmp_path, files, rows)
     assert raised.value.where == "data.train.0.rows"
     assert "module:function" in raised.value.wanted
 
 
 def test_folder_is_refused_because_rows_takes_files(tmp_path, files, code):
     with pytest.raises(DataError, match="rows takes files"):
-        run(tmp_path, files, f"{code}:rows", path=".")
-
-
-def _run(arguments):
-    folder, files, rows = arguments
-    return run(folder, files, rows).train.num_documents
+        prepare_code(tmp_path, files, f"{code}:rows", path=".")
 
 
 def test_several_processes_run_the_code_once(tmp_path, files, code):
     code.write_text("import time\n" + CODE.replace("    for", "    time.sleep(0.5)\n    for"))
     with multiprocessing.get_context("spawn").Pool(3) as pool:
-        assert pool.map(_run, [(tmp_path, files, f"{code}:rows")] * 3) == [2, 2, 2]
+        assert pool.map(documents_of_code, [(tmp_path, files, f"{code}:rows")] * 3) == [2, 2, 2]
     assert calls(tmp_path) == 1

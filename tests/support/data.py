@@ -141,6 +141,20 @@ def prepare_rows(folder: Path, rows: Iterable[dict[str, Any]], tokenizer: Any = 
     return prepare(config, tokenizer if tokenizer is not None else tiny_files(folder / "tokenizer"))
 
 
+def prepare_code(folder: Path, tokenizer: Any, rows: str, path: str = "words.dat", **data: Any) -> Any:
+    """`Prepared` for `folder`/`path` through a function of the user's, rows = "module:function"."""
+    from rft.config.data import DataConfig, SourceConfig
+    from rft.data.prepare import prepare
+
+    source = SourceConfig(path=str(folder / path), rows=rows)
+    return prepare(DataConfig(train=[source], allow_code=True, store=str(folder / "sets"), **data), tokenizer)
+
+
+def documents_of_code(arguments: tuple[Path, Any, str]) -> int:
+    """How many documents `prepare_code` makes. Here, so that a spawned process can import it."""
+    return prepare_code(*arguments).train.num_documents
+
+
 def trained_texts(store: Any, index: int, tokenizer: Any) -> list[str]:
     """Decoded text of each trained run of a document: "Hello<|im_end|>", ..."""
     native = _native_tokenizer(tokenizer.json)
