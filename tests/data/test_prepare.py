@@ -394,10 +394,12 @@ def content(store):
     return {path.name: path.read_bytes() for path in Path(store).iterdir()}
 
 
-def kill_at(tmp_path, seconds):
-    """Prepare in another process, killed this long after it began; whether it was still at it."""
+def kill_at(tmp_path, shards, seconds):
+    """Prepare in another process, killed this long after so many shards were there; whether it was still at it."""
     process = start(tmp_path)
     go(process)
+    while process.poll() is None and len(list((tmp_path / "sets").glob("*.part/*.rft"))) < shards:
+        time.sleep(0.0002)
     try:
         process.wait(timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -423,10 +425,11 @@ def test_killed_while_preparing_the_next_run_ends_with_the_same_bytes(tmp_path, 
     whole = content(store)
     assert len(whole) > 10
     pick = random.Random(instants)
-    killed = resumed = 0
+    killed = resumed = 0  # instants are counted in shards: how long a process takes to begin says nothing
     for _ in range(instants):
         shutil.rmtree(store)
-        killed += kill_at(tmp_path, pick.uniform(0.05, 1.0) * seconds)
+        shards = pick.randrange(len(whole) // 2)
+        killed += kill_at(tmp_path, shards, pick.uniform(0, 1.5) * seconds / len(whole))
         resumed += bool(list((tmp_path / "sets").glob("*.part/*.json")))
         assert part(prepare(data, files))["kept"] == 4000
         assert content(store) == whole
