@@ -59,6 +59,23 @@ def test_module_is_found_in_the_current_folder(tmp_path, files, code, monkeypatc
     assert prepare_code(tmp_path, files, "loader:rows").train.num_documents == 2
 
 
+def test_module_of_a_package_may_import_its_neighbours_and_hold_dataclasses(tmp_path, files, code, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows_package").mkdir()
+    (tmp_path / "rows_package" / "__init__.py").write_text("")
+    (tmp_path / "rows_package" / "near.py").write_text("WORD = 'near'\n")
+    (tmp_path / "rows_package" / "loader.py").write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass, asdict\nfrom .near import WORD\n"
+        "@dataclass\nclass Row:\n    text: str\n\ndef rows(path):\n    return [asdict(Row(WORD))]\n"
+    )
+    made = prepare_code(tmp_path, files, "rows_package.loader:rows")
+    assert text_of(made.train, 0, files).startswith("near")
+    (tmp_path / "broken_package").mkdir()
+    (tmp_path / "broken_package" / "__init__.py").write_text("raise RuntimeError('broken')")
+    with pytest.raises(DataError, match="cannot be imported: RuntimeError: broken"):
+        prepare_code(tmp_path, files, "broken_package.loader:rows")
+
+
 def test_code_is_off_unless_allowed(tmp_path, files, code):
     source = {"path": str(tmp_path / "words.dat"), "rows": f"{code}:rows"}
     with pytest.raises(DataError, match="runs code, which is off") as raised:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -199,6 +200,7 @@ def test_globs_and_folders_of_s3_give_their_files(server, tmp_path):
     assert names(tmp_path, "s3://bucket/d/") == [
         f"s3://bucket/d/{key}" for key in ("1.jsonl", "2.jsonl", "deep/3.jsonl")
     ]
+    assert names(tmp_path, "s3://bucket/d/[!1].jsonl") == ["s3://bucket/d/2.jsonl"]
     assert len(names(tmp_path, "s3://bucket/**/*.jsonl")) == 5
     with pytest.raises(DataError, match="matches none of the 5 files"):
         names(tmp_path, "s3://bucket/d/*.csv")
@@ -238,12 +240,14 @@ def hub(tmp_path, monkeypatch):
 
     repositories: dict[str, list[str]] = {}
 
-    def list_repo_files(self, repo_id, *, repo_type, revision):
+    def dataset_info(self, repo_id, *, revision):
         if repo_id not in repositories:
             raise RepositoryNotFoundError(
                 "404", response=type("R", (), {"headers": {}, "request": None, "status_code": 404})()
             )
-        return repositories[repo_id]
+        return SimpleNamespace(
+            siblings=[SimpleNamespace(rfilename=name) for name in repositories[repo_id]], sha=revision
+        )
 
     def download(repo_id, filename, *, repo_type, revision):
         path = tmp_path / "hub" / f"{revision}" / filename
@@ -251,7 +255,7 @@ def hub(tmp_path, monkeypatch):
         path.write_text(filename)
         return str(path)
 
-    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", list_repo_files)
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     return repositories
 

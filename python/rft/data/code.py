@@ -31,7 +31,7 @@ def code_rows(
     write(rows, file) -> count. where: key of the config, for messages. Several processes may ask at once; one runs the code.
     Raises DataError: no such module or function, an exception in it (with its line), rows that are no JSON objects, no rows.
     """
-    source, function = _find(reference, where)
+    source, module, function = _find(reference, where)
     digest = hashlib.sha256()
     for part in (source.read_bytes(), function.encode(), _content(path)):
         digest.update(len(part).to_bytes(8, "little") + part)
@@ -46,7 +46,7 @@ def code_rows(
             left.unlink()
         temporary = made.with_name(f"{made.stem}.tmp-{os.getpid()}")
         try:
-            call = getattr(_load(source, where), function, None)
+            call = getattr(_load(source, module, where), function, None)
             if not callable(call):
                 raise DataError(where, f"{source} has no function {function!r}", wanted=_WANTED)
             if write(_told(call, path, f"{reference}({path.name!r})", source), temporary) == 0:
@@ -57,36 +57,40 @@ def code_rows(
     return made
 
 
-def _find(reference: str, where: str) -> tuple[Path, str]:
-    """File of the module and name of the function. Nothing of the module is run yet."""
+def _find(reference: str, where: str) -> tuple[Path, str, str]:
+    """File and name of the module, and name of the function. The module is not run yet; packages above it are."""
     module, colon, function = reference.rpartition(":")
     if not colon or not module or not function.isidentifier():
         raise DataError(where, f"{reference!r} names no function", wanted=_WANTED)
     if module.endswith(".py"):
         if not os.path.isfile(module):
             raise DataError(where, f"{module} does not exist", wanted=_WANTED)
-        return Path(module), function
+        name = f"rft_rows_{hashlib.sha256(str(Path(module).absolute()).encode()).hexdigest()[:16]}"
+        return Path(module), name, function
     with _current_folder_first():
         try:
             spec = importlib.util.find_spec(module)
         except (ImportError, ValueError):
             spec = None
+        except (Exception, SystemExit) as error:  # of a package above it
+            raise DataError(where, f"{module} cannot be imported: {type(error).__name__}: {error}") from error
     if spec is None or not spec.origin or not spec.origin.endswith(".py"):
         problem = f"there is no module {module!r} in Python's path or in the current folder"
         raise DataError(where, problem, wanted=_WANTED)
-    return Path(spec.origin), function
+    return Path(spec.origin), module, function
 
 
-def _load(source: Path, where: str) -> ModuleType:
-    name = f"rft_rows_{hashlib.sha256(str(source).encode()).hexdigest()[:16]}"
+def _load(source: Path, name: str, where: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, source)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and relative imports look their own module up
     with _current_folder_first():
         try:
             spec.loader.exec_module(module)
         except (Exception, SystemExit) as error:
+            del sys.modules[name]
             raise DataError(where, f"{source} cannot be imported: {_told_error(error, source)}") from error
     return module
 

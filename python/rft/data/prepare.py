@@ -19,7 +19,7 @@ from rft import __version__, log
 from rft.config.data import DataConfig
 from rft.data.folder import FORMAT_VERSION, SetFolder, default_root, shown_path
 from rft.data.sources import Caches, SourceFile, expand, write_rows
-from rft.data.template import ChatTemplate, callback, load_template, native_difference, spelled_control_tokens
+from rft.data.template import PROBES, ChatTemplate, callback, load_template, native_difference, spelled_control_tokens
 from rft.errors import ConfigError, DataError
 from rft.models.tokenizer import TokenizerFiles
 from rft.visible import visible
@@ -117,9 +117,12 @@ class _Job:
 
         spec["renderer"] = self.choose_renderer()
 
+        # Megabytes of tokenizer say nothing about a file.
+        bare = {**spec, "tokenizer": {**spec["tokenizer"], "json": ""}, "template": None}
+
         def hash_of(source: dict[str, Any]) -> str:
             with self.folder.explain():
-                return _native.source_hashes(json.dumps({**spec, "sources": [source]}))[0]
+                return _native.source_hashes(json.dumps({**bare, "sources": [source]}))[0]
 
         hashes = self.folder.known_hashes(spec["sources"], hash_of)
         for source, xxh3 in zip(spec["sources"], hashes, strict=True):
@@ -142,7 +145,7 @@ class _Job:
         if made["written"] and "slow_tokenizer" in counts and not self.told_slow:
             self.told_slow = True
             reason = counts["slow_tokenizer"]
-            log.warn(f"tokenizer: the tokenizers library does the work, about 30 times slower, because {reason}")
+            log.warn(f"tokenizer: the tokenizers library does the work, many times slower, because {reason}")
         report = {**counts, "key": key, "store": store.path, "reused": not made["written"]}
         report["seconds"] = round(time.perf_counter() - began, 3)
         report["paths"] = list(dict.fromkeys(file.config.path for file in files))
@@ -198,7 +201,14 @@ class _Job:
 
     def _check_template(self, template: ChatTemplate) -> None:
         # Two engines on the probe set take a while: the answer is kept for the same template and versions.
-        subject = [template.source, self.tokenizer.special, __version__, package_version("jinja2")]
+        subject = [
+            template.source,
+            self.tokenizer.special,
+            PROBES,
+            FORMAT_VERSION,
+            __version__,
+            package_version("jinja2"),
+        ]
         difference = self.folder.known(
             "renderer", subject, lambda: native_difference(template, self.tokenizer.special) or ""
         )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from rft.errors import DataError, RftError
 
 if TYPE_CHECKING:
+    from rft._native import NativeError
     from rft.data.sources import Caches
 
 _HUB = "hf://datasets/"
@@ -39,7 +40,7 @@ def remote_files(path: str, where: str, choose: Choose) -> list[Path] | list[str
     try:
         names = [name for name, size in _native.list_remote(folder) if size]
     except _native.NativeError as error:
-        raise _told(error) from None
+        raise told(error) from None
     if folder != path:
         pattern = _pattern(path)
         found = [name for name in names if pattern.fullmatch(name)]
@@ -58,13 +59,14 @@ def fetch(urls: list[str], caches: Caches | None) -> dict[str, Path]:
     try:
         files = _native.fetch_remote(urls, str(caches.folder / "downloads"), caches.limit, caches.progress)
     except _native.NativeError as error:
-        raise _told(error) from None
+        raise told(error) from None
     return {url: Path(file) for url, file in zip(urls, files, strict=True)}
 
 
-def _told(error: object) -> RftError:
-    kind = DataError if getattr(error, "kind", "") == "data" else RftError
-    return kind(error.where, error.problem, wanted=error.wanted, do=error.do)  # type: ignore[attr-defined]
+def told(error: NativeError) -> RftError:
+    """What the extension says, as the error of its kind."""
+    kind = DataError if error.kind == "data" else RftError
+    return kind(error.where, error.problem, wanted=error.wanted, do=error.do)
 
 
 def _first_magic(path: str) -> int:
@@ -75,9 +77,13 @@ def _pattern(path: str) -> re.Pattern[str]:
     """As `glob` reads it: * and ? stay within a name, **/ stands for any folders."""
     pieces = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
     parts = re.split(r"(\*\*/|\*\*|\*|\?|\[[^]]+\])", path)
-    return re.compile(
-        "".join(pieces.get(p) or (p if p.startswith("[") and p.endswith("]") else re.escape(p)) for p in parts)
-    )
+
+    def of(part: str) -> str:
+        if part.startswith("[") and part.endswith("]"):
+            return "[^" + part[2:] if part.startswith("[!") else part
+        return pieces.get(part) or re.escape(part)
+
+    return re.compile("".join(map(of, parts)))
 
 
 def _hub_files(path: str, where: str, choose: Choose) -> list[Path]:
@@ -89,7 +95,8 @@ def _hub_files(path: str, where: str, choose: Choose) -> list[Path]:
         raise DataError(where, f"{path} names no data set of the hub", wanted=_HUB_WANTED)
     repository, revision, pattern = match.group(1), match.group(2), match.group(3)
     try:
-        names = HfApi().list_repo_files(repository, repo_type="dataset", revision=revision)
+        info = HfApi().dataset_info(repository, revision=revision)
+        names = [file.rfilename for file in info.siblings or []]
     except Exception as error:  # the hub client raises many kinds: each ends the run here
         raise _hub_error(error, path, repository, where) from None
     if pattern:
@@ -100,7 +107,7 @@ def _hub_files(path: str, where: str, choose: Choose) -> list[Path]:
     else:
         chosen = _train_split(choose(sorted(n for n in names if not n.startswith(".")), path, where), path, where)
     try:
-        return [Path(hf_hub_download(repository, name, repo_type="dataset", revision=revision)) for name in chosen]
+        return [Path(hf_hub_download(repository, name, repo_type="dataset", revision=info.sha)) for name in chosen]
     except Exception as error:
         raise _hub_error(error, path, repository, where) from None
 

@@ -14,8 +14,8 @@ from typing import Any
 from rft.config.data import SourceConfig
 from rft.config.explain import what_is_there
 from rft.data.code import code_rows
-from rft.data.remote import fetch, remote_files
-from rft.errors import DataError, RftError
+from rft.data.remote import fetch, remote_files, told
+from rft.errors import DataError
 
 _PACKED = ("", ".gz", ".zst")
 TEXT_ENDINGS = tuple(".txt" + packed for packed in _PACKED)
@@ -154,8 +154,7 @@ def _members(archive: Path, where: str) -> list[str]:
     try:
         members = sorted(name for name, _size in _native.archive_members(str(archive)))
     except _native.NativeError as error:
-        kind = DataError if error.kind == "data" else RftError
-        raise kind(error.where, error.problem, wanted=error.wanted, do=error.do) from None
+        raise told(error) from None
     seen = [name for name in members if not _hidden(Path(name).parts)]
     nested = [name for name in seen if name.lower().endswith(KINDS["archive"])]
     if nested:

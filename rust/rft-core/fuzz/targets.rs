@@ -4,7 +4,8 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use rft_core::example::{Format, Parser};
+use rft_core::example::Parser;
+use rft_core::format::Format;
 use rft_core::jsonl::Layout;
 use rft_core::readers::{Reader, members, refusal};
 use rft_core::spec::Source;

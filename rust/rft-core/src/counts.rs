@@ -6,7 +6,9 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value as Json, json};
 
 use crate::error::{Error, Kind, Result};
-use crate::example::{Format, ROLES, Reason, RowError};
+use crate::example::ROLES;
+use crate::format::Format;
+use crate::row_error::{Reason, RowError};
 use crate::spec::{Part, Source, Spec, TrainOn};
 use crate::store::Writer;
 use crate::tokens::{Facts, Told};

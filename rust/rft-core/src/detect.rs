@@ -2,8 +2,10 @@
 
 use serde_json::{Map, Value};
 
-use crate::example::{Format, Parser, RowError, parse_object};
+use crate::example::{Parser, parse_object};
+use crate::format::Format;
 use crate::readers;
+use crate::row_error::RowError;
 use crate::spec::Source;
 
 type RowResult<T> = std::result::Result<T, RowError>;

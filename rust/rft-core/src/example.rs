@@ -1,150 +1,16 @@
-//! One row -> [`Example`]: every dataset format lives here, with the fields it reads. `detect.rs` tells them apart.
+//! One row -> [`Example`], in every dataset format. `format.rs` has the fields of each, `detect.rs` tells them apart.
 
 use std::collections::BTreeMap;
 
 use serde_json::value::RawValue;
 use serde_json::{Map, Value, json};
 
+use crate::format::{EXTRA, Format};
 use crate::jsonl::Layout;
 use crate::lean::Names;
 use crate::readers;
+use crate::row_error::{Reason, RowError};
 use crate::spec::Source;
-
-/// What kind of rows a file holds.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Format {
-    /// `{"messages": [{"role", "content"}]}`.
-    Messages,
-    /// `{"conversations": [{"from", "value"}]}`.
-    ShareGpt,
-    /// `{"instruction", "input", "output"}`.
-    Alpaca,
-    /// `{"prompt", "completion"}`.
-    PromptCompletion,
-    /// `{"segments": [{"text", "label"}]}`.
-    Segments,
-    /// `{"text"}`.
-    Text,
-    /// `{"input_ids", "labels"}`.
-    Tokens,
-}
-
-impl Format {
-    pub(crate) const ALL: [Format; 7] = [
-        Format::Messages,
-        Format::ShareGpt,
-        Format::Alpaca,
-        Format::PromptCompletion,
-        Format::Segments,
-        Format::Text,
-        Format::Tokens,
-    ];
-
-    /// The name in configs.
-    pub fn name(self) -> &'static str {
-        match self {
-            Format::Messages => "messages",
-            Format::ShareGpt => "sharegpt",
-            Format::Alpaca => "alpaca",
-            Format::PromptCompletion => "prompt_completion",
-            Format::Segments => "segments",
-            Format::Text => "text",
-            Format::Tokens => "tokens",
-        }
-    }
-
-    /// The format of a name.
-    pub fn from_name(name: &str) -> Option<Format> {
-        Format::ALL.into_iter().find(|format| format.name() == name)
-    }
-
-    /// Our field names, and what they are called where the config says nothing.
-    pub(crate) fn fields(self) -> &'static [(&'static str, &'static [&'static str])] {
-        const TOOLS: &[&str] = &["tools"];
-        const WEIGHT: &[&str] = &["loss_weight"];
-        match self {
-            Format::Messages => &[
-                ("messages", &["messages", "conversations", "conversation"]),
-                ("role", &["role"]),
-                ("content", &["content"]),
-                ("tools", TOOLS),
-                ("loss_weight", WEIGHT),
-            ],
-            Format::ShareGpt => &[
-                ("messages", &["conversations", "conversation", "messages"]),
-                ("role", &["from"]),
-                ("content", &["value"]),
-                ("system", &["system"]),
-                ("tools", TOOLS),
-                ("loss_weight", WEIGHT),
-            ],
-            Format::Alpaca => &[
-                ("instruction", &["instruction"]),
-                ("input", &["input"]),
-                ("output", &["output", "response"]),
-                ("system", &["system"]),
-                ("loss_weight", WEIGHT),
-            ],
-            Format::PromptCompletion => {
-                &[("prompt", &["prompt"]), ("completion", &["completion"]), ("tools", TOOLS), ("loss_weight", WEIGHT)]
-            }
-            Format::Segments => &[
-                ("segments", &["segments"]),
-                ("text", &["text"]),
-                ("label", &["label", "train"]),
-                ("loss_weight", WEIGHT),
-            ],
-            Format::Text => &[("text", &["text"]), ("loss_weight", WEIGHT)],
-            Format::Tokens => &[
-                ("input_ids", &["input_ids", "tokens"]),
-                ("labels", &["labels"]),
-                ("mask", &["loss_mask", "assistant_masks", "completion_mask"]),
-                ("attention_mask", &["attention_mask"]),
-                ("loss_weight", WEIGHT),
-            ],
-        }
-    }
-
-    /// What the row may call our field.
-    fn names<'a>(self, ours: &str, source: &'a Source) -> Vec<&'a str> {
-        match source.fields.get(ours) {
-            Some(theirs) => vec![theirs],
-            None => self.fields().iter().find(|(name, _)| *name == ours).map_or(vec![], |(_, names)| names.to_vec()),
-        }
-    }
-
-    /// Names of the columns that rows of this format may have: what a file of columns is read for.
-    pub(crate) fn columns(self, source: &Source) -> Vec<String> {
-        let ours = self.fields().iter().map(|(ours, _)| *ours).filter(|ours| !OF_MESSAGES.contains(ours));
-        let names = ours.flat_map(|ours| self.names(ours, source));
-        names.chain(EXTRA).map(str::to_string).collect()
-    }
-
-    /// Those of them that may hold numbers, lists or objects: JSON, where a file has nothing but text.
-    pub(crate) fn json_columns(self, source: &Source) -> Vec<String> {
-        let ours = ["messages", "tools", "loss_weight", "segments", "input_ids", "labels", "mask", "attention_mask"]
-            .into_iter();
-        ours.flat_map(|ours| self.names(ours, source)).chain(EXTRA).map(str::to_string).collect()
-    }
-
-    /// Whether columns of these names can hold rows of this format.
-    pub(crate) fn has_columns(self, source: &Source, names: &[String]) -> bool {
-        let needed: &[&str] = match self {
-            Format::Messages | Format::ShareGpt => &["messages"],
-            Format::Alpaca => &["instruction", "output"],
-            Format::PromptCompletion => &["prompt", "completion"],
-            Format::Segments => &["segments"],
-            Format::Text => &["text"],
-            Format::Tokens => &["input_ids"],
-        };
-        needed.iter().all(|ours| self.names(ours, source).iter().any(|name| names.iter().any(|known| known == name)))
-    }
-}
-
-/// Fields that are a message's, not the row's.
-const OF_MESSAGES: [&str; 2] = ["role", "content"];
-/// What templates may see of a row beside its messages and tools: see [`Parser::extra`].
-const EXTRA: [&str; 2] = ["documents", "chat_template_kwargs"];
 
 /// A turn of a chat.
 #[derive(Clone, Debug, PartialEq)]
@@ -192,84 +58,6 @@ pub struct Example {
     pub weight: f32,
     /// Fields of the row that are not used.
     pub unused: Vec<String>,
-}
-
-/// Why a row is left out. `Bad` ones stop the run unless bad rows are skipped.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct RowError {
-    /// What it is counted as.
-    pub reason: Reason,
-    /// Field of the row, as in `messages[1].role`; may be empty.
-    pub field: String,
-    /// What is there.
-    pub problem: String,
-    /// What is accepted.
-    pub wanted: String,
-    /// What to do.
-    pub remedy: String,
-}
-
-/// What a dropped row is counted as.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Reason {
-    /// It cannot be read.
-    BadRow,
-    /// The template does not take it.
-    TemplateError,
-    /// There is nothing in it.
-    Empty,
-    /// Nothing in it is trained on.
-    NoTrainedToken,
-    /// It belongs to the held-out part.
-    HeldOut,
-    /// It belongs to the training part.
-    NotHeldOut,
-    /// The weight of its data set leaves it out.
-    NotSampled,
-    /// Its data set has had as many rows as it may.
-    OverMaxRows,
-    /// The same document was kept before.
-    Duplicate,
-}
-
-impl Reason {
-    /// The words in counts.
-    pub fn name(self) -> &'static str {
-        match self {
-            Reason::BadRow => "bad row",
-            Reason::TemplateError => "template error",
-            Reason::Empty => "empty",
-            Reason::NoTrainedToken => "no trained token",
-            Reason::HeldOut => "held out",
-            Reason::NotHeldOut => "not held out",
-            Reason::NotSampled => "not sampled",
-            Reason::OverMaxRows => "over max_rows",
-            Reason::Duplicate => "duplicate",
-        }
-    }
-
-    /// Whether it is a fault of the row, as opposed to a choice.
-    pub fn is_error(self) -> bool {
-        matches!(self, Reason::BadRow | Reason::TemplateError)
-    }
-}
-
-impl RowError {
-    /// A row dropped for a reason, with what is there.
-    pub fn new(reason: Reason, field: impl Into<String>, problem: impl Into<String>) -> Self {
-        RowError { reason, field: field.into(), problem: problem.into(), wanted: String::new(), remedy: String::new() }
-    }
-
-    /// A row that cannot be read.
-    pub fn bad(field: impl Into<String>, problem: impl Into<String>, wanted: impl Into<String>) -> Self {
-        RowError { wanted: wanted.into(), ..RowError::new(Reason::BadRow, field, problem) }
-    }
-
-    /// Says what to do.
-    pub fn remedy(mut self, remedy: impl Into<String>) -> Self {
-        self.remedy = remedy.into();
-        self
-    }
 }
 
 type RowResult<T> = std::result::Result<T, RowError>;
@@ -362,14 +150,8 @@ impl Parser {
         if !matches!(format, Format::Messages | Format::ShareGpt) {
             return None;
         }
-        let all = |ours: &str| match source.fields.get(ours) {
-            Some(theirs) => vec![theirs.clone()],
-            None => {
-                let names = format.fields().iter().find(|(name, _)| *name == ours).map_or(&[][..], |(_, names)| names);
-                names.iter().map(|name| name.to_string()).collect()
-            }
-        };
-        let mut telling: Vec<String> = ["documents", "chat_template_kwargs"].map(String::from).to_vec();
+        let all = |ours: &str| -> Vec<String> { format.names(ours, source).into_iter().map(String::from).collect() };
+        let mut telling = EXTRA.map(String::from).to_vec();
         telling.extend(["system", "tools", "loss_weight"].iter().flat_map(|ours| all(ours)));
         let words =
             source.roles.keys().map(String::as_str).chain(ROLES).chain(SHAREGPT_ROLES.map(|(theirs, _)| theirs));
@@ -397,7 +179,7 @@ impl Parser {
             Some(theirs) => theirs == name,
             None => usual.contains(&name),
         };
-        self.format.fields().iter().any(usual) || ["documents", "chat_template_kwargs"].contains(&name)
+        self.format.fields().iter().any(usual) || EXTRA.contains(&name)
     }
 
     fn missing(&self, name: &str, row: &Map<String, Value>) -> RowError {

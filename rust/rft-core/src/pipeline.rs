@@ -1,6 +1,7 @@
 //! Blocks of rows -> documents, on several threads, handed back in the order of the blocks.
 
 use std::collections::BTreeMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
@@ -43,7 +44,15 @@ pub fn in_order<I: Send, O: Send, S>(
                     loop {
                         let received = inbox.lock().unwrap_or_else(PoisonError::into_inner).recv();
                         let Ok((number, item)) = received else { return };
-                        if outbox.send((number, work(item, &mut own))).is_err() {
+                        // A panic must come back as a result: the others would wait for this one for ever.
+                        let made = catch_unwind(AssertUnwindSafe(|| work(item, &mut own))).unwrap_or_else(|_| {
+                            Err(Error::new(
+                                Kind::Io,
+                                "prepare",
+                                "a thread that works on rows panicked (its message is above)",
+                            ))
+                        });
+                        if outbox.send((number, made)).is_err() {
                             return;
                         }
                     }
@@ -114,6 +123,20 @@ mod tests {
             || Ok(()),
         );
         (got, result.err().map(|error| error.place))
+    }
+
+    #[test]
+    fn a_panic_is_an_error_and_no_wait_for_ever() {
+        let mut items = 0..20u64;
+        let result = in_order(
+            2,
+            || Ok(items.next()),
+            || (),
+            |n, ()| if n == 7 { panic!("by the test") } else { Ok(n) },
+            |_| Ok(()),
+            || Ok(()),
+        );
+        assert!(result.expect_err("a panic").problem.contains("panicked"));
     }
 
     #[test]

@@ -10,9 +10,11 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 use crate::chat::{self, Filled, Job, Masked, Request, Shapes, Wanted};
 use crate::error::{Error, Kind, Result};
-use crate::example::{self, Chat, Content, Format, Message, Parser, ROLES, Reason, RowError};
+use crate::example::{self, Chat, Content, Message, Parser, ROLES};
+use crate::format::Format;
 use crate::jsonl::{Block, Layout, Reader};
 use crate::lean::Lean;
+use crate::row_error::{Reason, RowError};
 use crate::spec::{ControlPolicy, FormatChoice, Part, RendererKind, Source, Spec};
 use crate::template::{self, Rendered, Template, to_value};
 use crate::tokenizer::Tokenizer;
@@ -79,8 +81,8 @@ impl<'a> Rows<'a> {
         let mut rows = Rows { spec, tokenizer, template, wanted, parts: false, renderer, shapes: None };
         rows.parts = rows.needs_parts()?;
         if let (Some(source), None) = (&spec.template, renderer) {
-            let control = (spec.control_tokens == ControlPolicy::Text).then(|| rows.tokenizer.control());
-            rows.shapes = template::looks(source, rows.parts).and_then(|looks| Shapes::new(looks, control));
+            let looks = template::looks(source, rows.parts);
+            rows.shapes = looks.and_then(|looks| Shapes::new(looks, rows.tokenizer.control()));
         }
         Ok(rows)
     }

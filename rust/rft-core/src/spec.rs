@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::error::{Error, Kind, Result};
-use crate::example::Format;
+use crate::format::Format;
 use crate::store::SHARD_BYTES;
 
 /// Positions in a shard are 32 bits wide.

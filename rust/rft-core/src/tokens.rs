@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use crate::chat::{Filled, Masked, Method, Span};
 use crate::error::Error;
-use crate::example::{Reason, RowError};
+use crate::row_error::{Reason, RowError};
 use crate::spec::{ControlPolicy, EndOfTurn, Spec};
 use crate::tokenizer::{Encoded, Scratch, Tokenizer, Unmarked};
 

@@ -14,7 +14,8 @@ use std::collections::HashMap;
 
 use serde_json::{Map, Value as Json};
 
-use crate::example::{Chat, Message, ROLES, Reason, RowError};
+use crate::example::{Chat, Message, ROLES};
+use crate::row_error::{Reason, RowError};
 use crate::spec::{EndOfTurn, Thinking, TrainOn};
 use crate::template::{CONTENT_EDGE, Rendered};
 use crate::tokenizer::ControlTokens;

@@ -5,7 +5,8 @@ use std::borrow::Cow;
 use serde_json::Value as Json;
 
 use super::RowResult;
-use crate::example::{Chat, RowError};
+use crate::example::Chat;
+use crate::row_error::RowError;
 use crate::template::{CONTENT_EDGE, MARK, SPAN_END, SPAN_START};
 use crate::tokenizer::ControlTokens;
 

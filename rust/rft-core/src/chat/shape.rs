@@ -112,8 +112,9 @@ impl Borders {
 
 impl Shapes {
     /// For a template that looks at contents only in these ways.
-    pub fn new(looks: Looks, control: Option<&ControlTokens>) -> Option<Shapes> {
-        let mut words: Vec<String> = control.map_or(&[][..], ControlTokens::texts).to_vec();
+    pub fn new(looks: Looks, control: &ControlTokens) -> Option<Shapes> {
+        // Also where rows may bring control tokens of their own: ends of turns are told by them.
+        let mut words = control.texts().to_vec();
         words.extend(looks.searched.iter().cloned());
         words.extend(THOUGHTS.iter().map(|(_, close)| (*close).to_string()));
         let borders = Borders::new(&words);
@@ -217,7 +218,12 @@ impl Shapes {
         let odd = |c: char| c.is_whitespace() || ('\u{1c}'..='\u{1f}').contains(&c) || self.looks.stripped.contains(c);
         let odd = |c: char| odd(c) && !(OUTER.contains(&c));
         let looks = &self.looks;
-        (left == 0 || hole.left != Side::Unknown)
+        // A strip of some white space only: what it takes of a content depends on the first character there.
+        let partly =
+            |side: Side, edge: Option<char>| side == Side::Kept && edge.is_some_and(|c| looks.stripped.contains(c));
+        !partly(hole.left, text.chars().next())
+            && !partly(hole.right, text.chars().next_back())
+            && (left == 0 || hole.left != Side::Unknown)
             && (right == 0 || hole.right != Side::Unknown)
             && !odd(first)
             && !odd(last)

@@ -19,7 +19,7 @@ use arrow_buffer::NullBuffer;
 use arrow_schema::{DataType, TimeUnit};
 
 use super::json;
-use crate::example::RowError;
+use crate::row_error::RowError;
 
 /// The columns of a batch, ready to be written row by row.
 pub(super) struct Rows {

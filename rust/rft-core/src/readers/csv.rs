@@ -10,8 +10,8 @@ use csv_core::{ReadRecordResult, ReaderBuilder};
 use super::stream::{Stream, broken};
 use super::{Columns, json};
 use crate::error::{Error, Kind, Result};
-use crate::example::RowError;
 use crate::jsonl::Block;
+use crate::row_error::RowError;
 
 pub(super) struct CsvRows {
     path: PathBuf,

@@ -1,6 +1,6 @@
 //! Writing JSON: what the readers of columns and of CSV hand to the one parser of rows.
 
-use crate::example::RowError;
+use crate::row_error::RowError;
 
 const LOW: u64 = 0x0101_0101_0101_0101;
 const HIGH: u64 = 0x8080_8080_8080_8080;

@@ -34,7 +34,8 @@ use self::parquet::ParquetFile;
 use self::stream::{Stream, broken};
 use crate::detect;
 use crate::error::{Error, Kind, Result};
-use crate::example::{Format, Parser};
+use crate::example::Parser;
+use crate::format::Format;
 use crate::jsonl::{self, Block, Layout};
 use crate::spec::{FormatChoice, Source};
 

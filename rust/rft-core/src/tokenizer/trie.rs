@@ -156,30 +156,21 @@ impl Build {
 
     /// A base whose slots for all labels are free.
     fn place(&mut self, labels: &[u8]) -> u32 {
-        // Old holes fit few labels: after some tries a new block is cheaper than a search.
+        // Old holes fit few labels: after some tries a new block is cheaper than a search. The tail is emptiest.
         const TRIES: usize = 32;
-        let mut slot = self.first;
-        for _ in 0..TRIES {
-            if slot == NONE {
-                break;
+        for from_head in [true, false] {
+            let mut slot = if from_head { self.first } else { self.last };
+            for _ in 0..TRIES {
+                if slot == NONE {
+                    break;
+                }
+                let base = slot ^ u32::from(labels[0]);
+                if labels.iter().all(|label| self.is_free(base ^ u32::from(*label))) {
+                    return base;
+                }
+                let (before, after) = self.free[slot as usize];
+                slot = if from_head { after } else { before };
             }
-            let base = slot ^ u32::from(labels[0]);
-            if labels.iter().all(|label| self.is_free(base ^ u32::from(*label))) {
-                return base;
-            }
-            slot = self.free[slot as usize].1;
-        }
-        // The tail is emptiest.
-        let mut slot = self.last;
-        for _ in 0..TRIES {
-            if slot == NONE {
-                break;
-            }
-            let base = slot ^ u32::from(labels[0]);
-            if labels.iter().all(|label| self.is_free(base ^ u32::from(*label))) {
-                return base;
-            }
-            slot = self.free[slot as usize].0;
         }
         let base = self.units.len() as u32;
         self.grow();

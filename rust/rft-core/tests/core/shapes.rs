@@ -1,7 +1,8 @@
 //! Filling in a chat gives what rendering it gives, whatever the template and the contents.
 
 use proptest::prelude::*;
-use rft_core::example::{Format, Parser};
+use rft_core::example::Parser;
+use rft_core::format::Format;
 use rft_core::jsonl::Layout;
 use rft_core::rows::{Outcome, Rows, Scratch};
 use serde_json::{Value, json};
