@@ -105,7 +105,7 @@ const TESTS: [&str; 16] = [
 ];
 
 /// Filters that say nothing of a text but what it is, or whose work shows where the text is written.
-const FILTERS: [&str; 27] = [
+const FILTERS: [&str; 26] = [
     "string",
     "tojson",
     "default",
@@ -123,7 +123,6 @@ const FILTERS: [&str; 27] = [
     "dictsort",
     "sort",
     "unique",
-    "int",
     "safe",
     "length",
     "count",
@@ -140,6 +139,12 @@ const FUNCTIONS: [&str; 6] = ["raise_exception", "namespace", "range", "dict", "
 const OPTIONS: [&str; 2] = ["tools", "documents"];
 const CONTENTS: [&str; 6] = ["content", "text", "value", "reasoning_content", "reasoning", "thinking"];
 const LISTS: [&str; 6] = ["messages", "tools", "calls", "history", "documents", "functions"];
+
+/// Whether it is a word of the chat's structure, which may change its case: a content that does is searched for other words
+/// than the ones that the template names.
+fn is_a_name(expr: &Expr<'_>) -> bool {
+    matches!(tail(expr), Some("role" | "name" | "type" | "key"))
+}
 
 /// The last name of `a.b['c']`, through slices and filters.
 fn tail<'e>(expr: &'e Expr<'_>) -> Option<&'e str> {
@@ -536,7 +541,8 @@ impl<'a, 'e> Walk<'a, 'e> {
                 match filter.name {
                     "trim" => self.strip(&filter.args),
                     "replace" | "split" => self.search(&filter.args),
-                    name if CASES.contains(&name) || FILTERS.contains(&name) => {}
+                    name if CASES.contains(&name) => self.require(filter.expr.as_ref().is_some_and(is_a_name)),
+                    name if FILTERS.contains(&name) => {}
                     _ => self.require(false),
                 }
             }
@@ -585,7 +591,7 @@ impl<'a, 'e> Walk<'a, 'e> {
             "split" | "rsplit" | "partition" | "rpartition" | "startswith" | "endswith" | "replace" | "find"
             | "rfind" | "count" | "index" | "removeprefix" | "removesuffix" => self.search(&call.args),
             "items" | "keys" | "values" | "get" | "append" | "join" | "pop" | "cycle" => {}
-            name if CASES.contains(&name) => {}
+            name if CASES.contains(&name) => self.require(is_a_name(object)),
             _ => self.require(false),
         }
     }
