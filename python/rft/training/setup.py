@@ -22,6 +22,7 @@ from rft.data.loader import Loader
 from rft.data.prepare import Prepared, prepare
 from rft.errors import ConfigError
 from rft.losses import SftLoss
+from rft.memory.planner import Planned
 from rft.memory.recompute import apply_recompute
 from rft.memory.recompute import why_not as why_no_recompute
 from rft.models.attention import choose_backend, install_attention
@@ -42,7 +43,14 @@ from rft.parallel.mesh import World
 from rft.training.decision import Decision
 from rft.training.flops import count_flops
 from rft.training.machine import Machine, inspect_machine, limit_threads
-from rft.training.resolve import plan_packs_per_step, plan_total_steps, resolve, resolve_for_data, resolve_precision
+from rft.training.resolve import (
+    plan_packs_per_step,
+    plan_total_steps,
+    planned_for,
+    resolve,
+    resolve_for_data,
+    resolve_precision,
+)
 from rft.training.resume import accumulate_on_resume
 from rft.training.run import Run
 from rft.training.signals import Signals
@@ -73,6 +81,8 @@ class Job:
     prepared: Prepared | None = None
     kernels: bool = False
     """Whether the Triton kernels are swapped in."""
+    planned: Planned | None = None
+    """What the planner expects of a step; None on a CPU, which is not planned for."""
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -133,6 +143,7 @@ def inspect_job(config: Config, world: World, *, kernels: bool | None = None) ->
     rows = auto_chunk_rows(
         world.device.type, facts.vocab_size, kernels=not no_kernels, head_trained=head_trained, itemsize=itemsize
     )
+    can_recompute = not why_no_recompute(list(decoder_layers(model)))
     config, more = resolve(
         config,
         facts,
@@ -142,8 +153,13 @@ def inspect_job(config: Config, world: World, *, kernels: bool | None = None) ->
         store=str(default_root()),
         kernels=not no_kernels,
         isolates=probed.isolates,
-        can_recompute=not why_no_recompute(list(decoder_layers(model))),
+        can_recompute=can_recompute,
     )
+    planned = None
+    if machine.kind == "cuda":
+        planned = planned_for(
+            config, facts, machine, kernels=not no_kernels, can_recompute=can_recompute, isolates=probed.isolates
+        )
     assert isinstance(config.train.micro_batch, int)
     require_packing(
         probed, packing=config.data.packing, micro_batch=config.train.micro_batch, name=type(model).__name__
@@ -161,6 +177,7 @@ def inspect_job(config: Config, world: World, *, kernels: bool | None = None) ->
         receipts=receipts,
         decisions=[*decisions, *more],
         kernels=not no_kernels,
+        planned=planned,
     )
 
 
