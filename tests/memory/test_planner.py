@@ -93,7 +93,10 @@ def test_offload_and_tiles_take_memory_from_the_gpu_and_count_where_it_goes():
 
 def test_a_quantised_base_takes_what_its_format_takes():
     facts = dataclasses.replace(LLAMA_8B, linear_frozen=6_979_321_856, largest_linear=4096 * 14_336)
-    held = {base: sizes(problem(facts, base=base), MemoryPlan(recompute="full")).allocated["weights"] for base in ("bf16", "nf4", "int8")}
+    held = {
+        base: sizes(problem(facts, base=base), MemoryPlan(recompute="full")).allocated["weights"]
+        for base in ("bf16", "nf4", "int8")
+    }
     left = (LLAMA_8B.num_parameters - facts.linear_frozen) * 2
     assert held["bf16"] == 2 * LLAMA_8B.num_parameters
     assert held["nf4"] == pytest.approx(left + facts.linear_frozen * (0.5 + 1 / 64 + 4 / 16384), rel=1e-9)
@@ -211,8 +214,14 @@ def test_a_sharded_rank_holds_its_share_of_the_states():
     alone, *_ = memory_problem(made, facts, H200, kernels=True, can_recompute=True, one_pack=False)
     assert (shared.packs, alone.packs, given.micro_batch) == (2, 4, made.train.micro_batch)
     # fp32 shards are the masters, and copies exist only while a layer is gathered: 16 bytes a weight over two, against 18
-    assert sum(planner.sizes(shared, MemoryPlan()).allocated[k] for k in ("weights", "optimizer")) == 12 * facts.num_parameters // 2
-    assert sum(planner.sizes(alone, MemoryPlan()).allocated[k] for k in ("weights", "optimizer")) == 14 * facts.num_parameters
+    assert (
+        sum(planner.sizes(shared, MemoryPlan()).allocated[k] for k in ("weights", "optimizer"))
+        == 12 * facts.num_parameters // 2
+    )
+    assert (
+        sum(planner.sizes(alone, MemoryPlan()).allocated[k] for k in ("weights", "optimizer"))
+        == 14 * facts.num_parameters
+    )
     assert seconds(shared, MemoryPlan(), machinery).parts["waiting for weights"] > 0
 
 

@@ -138,7 +138,12 @@ def test_states_are_counted_exactly(lora):
     import transformers
 
     config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=128
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=128,
     )
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model = inject(model, LoraConfig(r=4)) if lora else train_everything(model)

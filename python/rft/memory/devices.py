@@ -162,7 +162,9 @@ def write_calibration(device_name: str, rates: dict[str, float], date: str) -> P
     path = calibration_file(device_name)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps({"gpu": device_name, "date": date, "rates": rates}, indent=1) + "\n", encoding="utf-8")
+    temporary.write_text(
+        json.dumps({"gpu": device_name, "date": date, "rates": rates}, indent=1) + "\n", encoding="utf-8"
+    )
     os.replace(temporary, path)
     return path
 

@@ -78,7 +78,11 @@ class Planned:
 
     def why_micro_batch(self) -> str:
         choice = self.chosen
-        fuller = [a for a in self.alternatives if _but(a, choice, "micro_batch") and a.plan.micro_batch > choice.plan.micro_batch]
+        fuller = [
+            a
+            for a in self.alternatives
+            if _but(a, choice, "micro_batch") and a.plan.micro_batch > choice.plan.micro_batch
+        ]
         if not self.fits:
             return f"the least; needs about {_gib(choice.total)} of {_gib(self.budget)} GiB all the same"
         if any(a.total > self.budget for a in fuller):
@@ -114,10 +118,14 @@ class Planned:
     def nearest(self, count: int = 2) -> list[str]:
         """The nearest alternatives with their cost: less memory first, then faster ones that do not fit."""
         chosen = self.chosen
-        smaller = sorted((a for a in self.alternatives if a.total < LESS * chosen.total), key=lambda a: (a.seconds, a.total))
+        smaller = sorted(
+            (a for a in self.alternatives if a.total < LESS * chosen.total), key=lambda a: (a.seconds, a.total)
+        )
         words = [compare(chosen, a) for a in _front(smaller)[:count]]
         if len(words) < count:
-            faster = [a for a in self.alternatives if a.seconds < chosen.seconds * (1 - WORTH) and a.total > self.budget]
+            faster = [
+                a for a in self.alternatives if a.seconds < chosen.seconds * (1 - WORTH) and a.total > self.budget
+            ]
             words += [compare(chosen, a) for a in sorted(faster, key=lambda a: a.total)[: count - len(words)]]
         return words
 
@@ -182,7 +190,13 @@ def compare(one: Choice, other: Choice, *, keys: bool = False) -> str:
                 parts.append(f"{name.replace('_', ' ')} {every}")
     gib = (other.total - one.total) / GIB
     ratio = other.seconds / one.seconds - 1
-    speed = f"{ratio:.0%} slower" if ratio >= 0.005 else f"{1 / (1 + ratio) - 1:.0%} faster" if ratio <= -0.005 else "as fast"
+    speed = (
+        f"{ratio:.0%} slower"
+        if ratio >= 0.005
+        else f"{1 / (1 + ratio) - 1:.0%} faster"
+        if ratio <= -0.005
+        else "as fast"
+    )
     return f"{', '.join(parts)}: {gib:+.1f} GiB, {speed}".replace("%", " %")
 
 
@@ -232,4 +246,6 @@ def plan(problem: Problem, given: Given, machinery: Machinery) -> Planned:
 def planned(problem: Problem, chosen: MemoryPlan, given: Given, machinery: Machinery) -> Planned:
     """A plan that is decided already, beside what else there is."""
     made = Choice(chosen, sizes(problem, chosen), seconds(problem, chosen, machinery))
-    return Planned(problem, machinery, made, made.total <= problem.memory_bytes, tuple(choices(problem, given, machinery)))
+    return Planned(
+        problem, machinery, made, made.total <= problem.memory_bytes, tuple(choices(problem, given, machinery))
+    )

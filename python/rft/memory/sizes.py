@@ -232,7 +232,7 @@ def sizes(problem: Problem, plan: MemoryPlan) -> Sizes:
             "loss": loss_gradient_bytes(problem, tokens) + scaled,
         },
         "update": {
-            **states, "gradients": gradients, "activations": a_layer, "backward of a layer": transient,
+            **states, "gradients": gradients - _not_there_yet(problem, plan), "activations": a_layer, "backward of a layer": transient,
         },
         "embedding": {**states, "gradients": gradients, "activations": stream, "backward of a layer": embedding},
     }  # fmt: skip
@@ -241,6 +241,17 @@ def sizes(problem: Problem, plan: MemoryPlan) -> Sizes:
     slack = int(SLACK * (sum(allocated.values()) - states["weights"]))
     beside = {"slack": slack, "context": problem.context_bytes}
     return Sizes(allocated, beside, host, disk, moment, moments, layer)
+
+
+def _not_there_yet(problem: Problem, plan: MemoryPlan) -> int:
+    """Gradients that the backward of the first layer's MLP has still to bring: the embedding's and most of that layer's."""
+    f = problem.facts
+    if not problem.trained_in_full or plan.in_backward or plan.micro_batch < problem.packs:
+        return 0
+    table = f.vocab_size * f.hidden_size
+    layer = (f.num_trained - table * (1 if f.is_tied else 2)) // max(f.num_layers, 1)
+    numbers = (0 if f.is_tied else table) + max(0, layer - f.hidden_size * f.intermediate_size)
+    return numbers * problem.master_itemsize // problem.shards
 
 
 def _last_is_recomputed(recompute: Recompute, num_layers: int) -> bool:
@@ -254,14 +265,14 @@ def _offloaded_states(states: dict[str, int]) -> tuple[dict[str, int], int]:
 
 
 def backward_bytes(problem: Problem, tokens: int, tiles: int = 1) -> int:
-    """What exists besides in the backward of one layer's MLP, its largest part. LoRA through the fused block: the product made again and
-    gradients of gate and up, and of the stream before and behind. Otherwise autograd frees as it goes, and two of the wide ones are left."""
+    """What exists besides in the backward of one layer's MLP, its largest part. LoRA through the fused block: the product made again,
+    gradients of gate and up, and the stream's before, within and behind. Otherwise autograd frees as it goes, and two of the wide ones are left."""
     f, size = problem.facts, problem.itemsize
     fused = problem.kernels and not problem.trained_in_full
     wide = 3 if fused else 2
     rows = math.ceil(tokens / tiles)
     inner = rows * f.intermediate_size * (wide if tiles == 1 else wide + 2)  # tiles make gate and up again
-    streams = (2 if fused else 1) + max(0, round(f.norm_width / f.hidden_size) - 2)  # norms behind the MLP
+    streams = (3 if fused else 1) + max(0, round(f.norm_width / f.hidden_size) - 2)  # norms behind the MLP
     return (inner + streams * tokens * f.hidden_size) * size
 
 

@@ -53,7 +53,11 @@ class Times:
 
     @property
     def bound_by(self) -> str:
-        return "launches of the host" if self.launch > sum(self.parts.values()) else max(self.parts, key=lambda k: self.parts[k])
+        return (
+            "launches of the host"
+            if self.launch > sum(self.parts.values())
+            else max(self.parts, key=lambda k: self.parts[k])
+        )
 
 
 def seconds(problem: Problem, plan: MemoryPlan, machinery: Machinery) -> Times:

@@ -252,7 +252,9 @@ def _decide_memory(
         return
     now, _ = _apply(config, deciding)
     one = _one_pack_reason(now, isolates)
-    planned = planner.plan(*memory_problem(now, facts, machine, kernels=kernels, can_recompute=can, one_pack=one is not None))
+    planned = planner.plan(
+        *memory_problem(now, facts, machine, kernels=kernels, can_recompute=can, one_pack=one is not None)
+    )
     if train.micro_batch == "auto":
         deciding.set("train.micro_batch", planned.chosen.plan.micro_batch, one or planned.why_micro_batch())
     for key in autos:
@@ -311,7 +313,11 @@ def memory_problem(
     }
     in_backward = bool(getattr(config.optim, "in_backward", False))
     question = planner.Given(
-        micro_batch=given, chunk_rows=rows, can_recompute=can_recompute, in_backward=in_backward, **({"tiled_mlp": 1} | chosen)
+        micro_batch=given,
+        chunk_rows=rows,
+        can_recompute=can_recompute,
+        in_backward=in_backward,
+        **({"tiled_mlp": 1} | chosen),
     )
     return problem, question, machinery_of(machine, rates)
 
