@@ -1,9 +1,11 @@
 """Linears over frozen weights with low-rank branches, and a whole gated MLP of them: y = x @ W.T + bias + sum of scale (x @ A.T) @ B.T.
 
 T tokens, K inputs, N outputs, r rank. The large products are cuBLAS's. What is saved around them: linears that share an input
-share one product with all their A's; a branch is added into the output where it lies (`addmm_`, no pass of its own over N columns);
-backward reads each dy once for both of a branch's gradients (lora.py); gradients of A and B leave in fp32; W gets none. The gated
-MLP keeps gate and up and makes activation(gate) * up again in the backward pass, in the kernel that reads them anyway.
+share one product with all their A's; a branch is written first and the large product adds itself to it (cuBLAS reads it in its
+last step, where a branch added behind would be a pass over N columns of its own); backward reads each dy once for both of a
+branch's gradients (lora.py); gradients of A and B leave in fp32; W gets none. The gated MLP keeps the large products of gate and
+up; their branches are added, and activation(gate) * up is made again in the backward pass, in the kernels that read them anyway
+(lora_swiglu.py).
 
 A weight may be FP8 (fp8.py): then the large products alone are FP8, and the branches see the unquantised input.
 Not registered as single ops: `torch.compile` traces through the autograd functions and stops at the registered ops inside.
@@ -21,12 +23,8 @@ from torch.autograd.function import once_differentiable
 
 from rft.kernels import fp8
 from rft.kernels.lora import lowrank_gradients
-from rft.kernels.swiglu import (
-    Activation,
-    gated_activation,
-    gated_activation_backward,
-    gated_activation_reference,
-)
+from rft.kernels.lora_swiglu import MAX_RANK, LowRank, lora_gated_activation, lora_gated_activation_backward
+from rft.kernels.swiglu import Activation, gated_activation, gated_activation_backward, gated_activation_reference
 
 
 class Branch(NamedTuple):
@@ -123,15 +121,19 @@ class _Input:
         self.rows = rows
         self._fp8: tuple[Tensor, Tensor] | None = None
 
-    def times(self, weight: Tensor | fp8.Weight, bias: Tensor | None) -> Tensor:
-        """rows @ weight.T + bias"""
+    def times(self, weight: Tensor | fp8.Weight, bias: Tensor | None, branch: LowRank | None = None) -> Tensor:
+        """rows @ weight.T + bias + branch"""
+        kind = self.rows.dtype
         if isinstance(weight, fp8.Weight):
             if self._fp8 is None:
                 self._fp8 = fp8.quantise_rows(self.rows)
-            return fp8.product(*self._fp8, weight, bias, self.rows.dtype)
-        if bias is not None:
-            return torch.addmm(bias.to(self.rows.dtype), self.rows, weight.t())
-        return self.rows @ weight.t()
+            y = fp8.product(*self._fp8, weight, bias, kind)
+            return y if branch is None else y.addmm_(branch.left, branch.right.t())
+        if branch is not None:
+            left, right = branch.left, branch.right.t()
+            y = left @ right if bias is None else torch.addmm(bias.to(kind), left, right)
+            return y.addmm_(self.rows, weight.t())
+        return self.rows @ weight.t() if bias is None else torch.addmm(bias.to(kind), self.rows, weight.t())
 
 
 def _stacked_A(linears: Sequence[FrozenLinear], dtype: torch.dtype) -> Tensor | None:
@@ -139,20 +141,36 @@ def _stacked_A(linears: Sequence[FrozenLinear], dtype: torch.dtype) -> Tensor | 
     return None if not matrices else matrices[0] if len(matrices) == 1 else torch.cat(matrices)
 
 
-def _forward(rows: Tensor, linears: Sequence[FrozenLinear]) -> tuple[list[Tensor], Tensor | None]:
-    """Outputs (T, N), and S = rows @ A.T (T, sum of ranks) of all branches."""
+def _low_rank(linears: Sequence[FrozenLinear], S: Tensor | None) -> list[LowRank | None]:
+    """What each linear adds to its output: all its branches as one. S: (T, ranks of all)."""
+    found: list[LowRank | None] = []
+    at = 0
+    for linear in linears:
+        rank = sum(b.A.shape[0] for b in linear.branches)
+        if not rank:
+            found.append(None)
+            continue
+        assert S is not None
+        right = torch.empty(linear.weight.shape[0], rank, dtype=S.dtype, device=S.device)
+        column = 0
+        for branch in linear.branches:  # scaled in fp32, rounded once
+            r = branch.B.shape[1]
+            torch.mul(branch.B.detach(), branch.scale, out=right[:, column : column + r])
+            column += r
+        found.append(LowRank(S[:, at : at + rank], right))
+        at += rank
+    return found
+
+
+def _forward(
+    rows: Tensor, linears: Sequence[FrozenLinear], *, add: bool = True
+) -> tuple[list[Tensor], list[LowRank | None], Tensor | None]:
+    """Outputs (T, N), without their branches unless `add`; the branches; S = rows @ A.T (T, sum of ranks) of all branches."""
     A = _stacked_A(linears, rows.dtype)
     S = None if A is None else rows @ A.t()
-    shared, outs, at = _Input(rows), [], 0
-    for linear in linears:
-        y = shared.times(linear.weight, linear.bias)
-        for branch in linear.branches:
-            r = branch.A.shape[0]
-            assert S is not None
-            y.addmm_(S[:, at : at + r], branch.B.to(y.dtype).t(), alpha=branch.scale)
-            at += r
-        outs.append(y)
-    return outs, S
+    shared, branches = _Input(rows), _low_rank(linears, S)
+    outs = [shared.times(ln.weight, ln.bias, b if add else None) for ln, b in zip(linears, branches, strict=True)]
+    return outs, branches, S
 
 
 class _Gradients(NamedTuple):
@@ -165,34 +183,16 @@ def _backward(
     dys: Sequence[Tensor | None], rows: Tensor, S: Tensor | None, linears: Sequence[FrozenLinear], need_rows: bool
 ) -> _Gradients:
     """Gradients of the rows and of every branch. A dy that is None is zero."""
-    dS = None if S is None else torch.zeros_like(S) if any(dy is None for dy in dys) else torch.empty_like(S)
-    d_rows: Tensor | None = None
-    dBs: list[Tensor | None] = []
+    dS, dBs = _branch_gradients(dys, S, linears)
     d_biases: list[Tensor | None] = []
-    at = 0
+    A = _stacked_A(linears, rows.dtype)
+    d_rows = dS @ A if need_rows and dS is not None and A is not None else None
     for dy, linear in zip(dys, linears, strict=True):
-        for branch in linear.branches:
-            r = branch.A.shape[0]
-            if dy is None:
-                dBs.append(None)
-            else:
-                assert S is not None
-                assert dS is not None
-                ds, dB = lowrank_gradients(dy, S[:, at : at + r], branch.B)
-                torch.mul(ds, branch.scale, out=dS[:, at : at + r])
-                dBs.append(dB.mul_(branch.scale))
-            at += r
         wanted = linear.bias is not None and linear.bias.requires_grad and dy is not None
         d_biases.append(dy.sum(0, dtype=torch.float32) if wanted else None)  # type: ignore[union-attr]
         if need_rows and dy is not None:
             d_rows = _add_back(d_rows, dy, linear.weight)
-    dA = None
-    if dS is not None:
-        A = _stacked_A(linears, rows.dtype)
-        assert A is not None
-        if need_rows:
-            d_rows = dS @ A if d_rows is None else d_rows.addmm_(dS, A)
-        dA = dS.t() @ rows if rows.dtype == torch.float32 else torch.mm(dS.t(), rows, out_dtype=torch.float32)
+    dA = None if dS is None else _product_fp32(dS, rows)
     if need_rows and d_rows is None:
         d_rows = torch.zeros_like(rows)
     flat: list[Tensor | None] = []
@@ -206,6 +206,33 @@ def _backward(
             flat += [dA[at : at + r], next(branches)]
             at += r
     return _Gradients(d_rows, flat)
+
+
+def _branch_gradients(
+    dys: Sequence[Tensor | None], S: Tensor | None, linears: Sequence[FrozenLinear]
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """(dS of all branches, dB of each), from one reading of each dy. A dy that is None is zero."""
+    dS = None if S is None else torch.zeros_like(S) if any(dy is None for dy in dys) else torch.empty_like(S)
+    dBs: list[Tensor | None] = []
+    at = 0
+    for dy, linear in zip(dys, linears, strict=True):
+        for branch in linear.branches:
+            r = branch.A.shape[0]
+            if dy is None:
+                dBs.append(None)
+            else:
+                assert S is not None
+                assert dS is not None
+                ds, dB = lowrank_gradients(dy, S[:, at : at + r], branch.B)
+                torch.mul(ds, branch.scale, out=dS[:, at : at + r])
+                dBs.append(dB.mul_(branch.scale))
+            at += r
+    return dS, dBs
+
+
+def _product_fp32(left: Tensor, rows: Tensor) -> Tensor:
+    """left.T @ rows, in fp32."""
+    return left.t() @ rows if rows.dtype == torch.float32 else torch.mm(left.t(), rows, out_dtype=torch.float32)
 
 
 def _add_back(total: Tensor | None, dy: Tensor, weight: Tensor | fp8.Weight) -> Tensor:
@@ -225,7 +252,7 @@ class _LoraLinears(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, layouts, *flat):
         rows = _rows(x)
-        outs, S = _forward(rows, _unflatten(layouts, flat))
+        outs, _, S = _forward(rows, _unflatten(layouts, flat))
         ctx.save_for_backward(rows, S, *flat)
         ctx.layouts, ctx.shape = layouts, x.shape
         ctx.set_materialize_grads(False)
@@ -246,8 +273,10 @@ class _LoraGatedMlp(torch.autograd.Function):
     def forward(ctx, x, layouts, activation, *flat):
         rows = _rows(x)
         gate, up, down = _unflatten(layouts, flat)
-        (g, u), S = _forward(rows, (gate, up))
-        (y,), S_down = _forward(gated_activation(g, u, activation), (down,))
+        ctx.fused = _fused_ranks((gate, up), down)
+        (g, u), branches, S = _forward(rows, (gate, up), add=not ctx.fused)
+        h = lora_gated_activation(g, u, *branches, activation) if ctx.fused else gated_activation(g, u, activation)
+        (y,), _, S_down = _forward(h, (down,))
         ctx.save_for_backward(rows, S, g, u, S_down, *flat)
         ctx.layouts, ctx.shape, ctx.activation = layouts, x.shape, activation
         return y.view(*x.shape[:-1], y.shape[-1])
@@ -259,35 +288,38 @@ class _LoraGatedMlp(torch.autograd.Function):
         gate, up, down = _unflatten(ctx.layouts, flat)
         dy = _rows(dy)
         # dh first, without what needs h: then one kernel reads gate and up and gives h and both of their gradients
-        dS_down, dBs = None, []
-        if S_down is not None:
-            dS_down, at = torch.empty_like(S_down), 0
-            for branch in down.branches:
-                r = branch.A.shape[0]
-                ds, dB = lowrank_gradients(dy, S_down[:, at : at + r], branch.B)
-                torch.mul(ds, branch.scale, out=dS_down[:, at : at + r])
-                dBs.append(dB.mul_(branch.scale))
-                at += r
-        dh = _add_back(None, dy, down.weight)
-        if dS_down is not None:
-            A_down = _stacked_A((down,), dh.dtype)
-            assert A_down is not None
-            dh.addmm_(dS_down, A_down)
-        h, dg, du = gated_activation_backward(dh, g, u, ctx.activation, want_output=dS_down is not None)
+        dS_down, dBs = _branch_gradients((dy,), S_down, (down,))
+        A_down = _stacked_A((down,), dy.dtype)
+        if ctx.fused:
+            d_branch = None if dS_down is None or A_down is None else LowRank(dS_down, A_down.t())
+            h, dg, du = lora_gated_activation_backward(
+                _add_back(None, dy, down.weight), g, u, d_branch, *_low_rank((gate, up), S), ctx.activation,
+                want_output=dS_down is not None,
+            )  # fmt: skip
+        else:
+            dh = _add_back(None if dS_down is None or A_down is None else dS_down @ A_down, dy, down.weight)
+            h, dg, du = gated_activation_backward(dh, g, u, ctx.activation, want_output=dS_down is not None)
+            del dh
         flat_down: list[Tensor | None] = [None] * (4 if isinstance(down.weight, fp8.Weight) else 1)
         trained_bias = down.bias is not None and down.bias.requires_grad
         flat_down.append(dy.sum(0, dtype=torch.float32) if trained_bias else None)
         if dS_down is not None:
             assert h is not None
-            dA = dS_down.t() @ h if h.dtype == torch.float32 else torch.mm(dS_down.t(), h, out_dtype=torch.float32)
+            dA = _product_fp32(dS_down, h)
             at = 0
             for branch, dB in zip(down.branches, dBs, strict=True):
                 flat_down += [dA[at : at + branch.A.shape[0]], dB]
                 at += branch.A.shape[0]
-        del h, dh
+        del h
         got = _backward((dg, du), rows, S, (gate, up), ctx.needs_input_grad[0])
         d_x = None if got.rows is None else got.rows.view(ctx.shape)
         return d_x, None, None, *got.flat, *flat_down
+
+
+def _fused_ranks(inner: Sequence[FrozenLinear], down: FrozenLinear) -> bool:
+    """Whether the activation kernels take the branches: there are some, of ranks that they are made for."""
+    ranks = [sum(b.A.shape[0] for b in linear.branches) for linear in (*inner, down)]
+    return any(ranks) and max(ranks) <= MAX_RANK
 
 
 def _check(op: str, x: Tensor, linears: Sequence[FrozenLinear], width: int) -> None:
