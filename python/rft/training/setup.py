@@ -277,6 +277,16 @@ def quantise_to_fp8(job: Job, layers: list[torch.nn.Module]) -> None:
     job.receipts.apply("fp8 base", done.count, done.of, how, {"largest relative error of a weight": done.error})
     for why, count in done.left.items():
         job.receipts.decline("fp8 base", count, why)
+    if job.kernels:
+        from rft.models.decoder_layer import count_handed_rows
+
+        handed, readers = count_handed_rows(layers)
+        if handed:
+            how = "inputs quantised by the norm before, those of down by the gated activation"
+            job.receipts.apply("fp8 inputs", handed, readers, how)
+        if handed < readers:
+            why = "their layer is not served by `add and norm`: a pass of their own quantises them"
+            job.receipts.decline("fp8 inputs", readers - handed, why)
 
 
 def build_head(job: Job) -> Head:
