@@ -365,18 +365,22 @@ class _LoraGatedMlp(torch.autograd.Function):
         gate, up, down = _unflatten(layouts, flat)
         seeds, seeds_down = (_seeds_for(linears, x.device) for linears in ((gate, up), (down,)))
         ctx.fused = _fused_ranks((gate, up), down)
-        (g, u), branches, S = _forward(
+        (g, u), (gate_branch, up_branch), S = _forward(
             rows, (gate, up), seeds, None if q is None else fp8.Rows(q, q_scale), add=not ctx.fused
         )
         h, quantised = None, None
         if isinstance(down.weight, fp8.Weight):
             want = bool(down.branches)
             if ctx.fused:
-                h, quantised = lora_gated_activation_fp8(g, u, *branches, activation, want_output=want)
+                h, quantised = lora_gated_activation_fp8(g, u, gate_branch, up_branch, activation, want_output=want)
             else:
                 h, quantised = gated_activation_fp8(g, u, activation, want_output=want)
         else:
-            h = lora_gated_activation(g, u, *branches, activation) if ctx.fused else gated_activation(g, u, activation)
+            h = (
+                lora_gated_activation(g, u, gate_branch, up_branch, activation)
+                if ctx.fused
+                else gated_activation(g, u, activation)
+            )
         if h is None:  # nobody reads it unquantised
             assert quantised is not None
             y, S_down = fp8.product(*quantised, down.weight, down.bias, x.dtype), None  # type: ignore[arg-type]
@@ -402,17 +406,19 @@ class _LoraGatedMlp(torch.autograd.Function):
                 d_branch = LowRank(dS_down, _stacked_A(down.branches, dh.dtype).t())
             else:  # a mask of its own lies over it
                 _add_low_rank(dh, dS_down, down.branches, seeds_down, dh.dtype)
-            branches = (d_branch, *_low_rank((gate, up), S))
+            gate_branch, up_branch = _low_rank((gate, up), S)
             if is_fp8:
                 h, dg, du, *quantised = lora_gated_activation_backward_fp8(
-                    dh, g, u, *branches, ctx.activation, want_output=want_h
+                    dh, g, u, d_branch, gate_branch, up_branch, ctx.activation, want_output=want_h
                 )
             else:
-                h, dg, du = lora_gated_activation_backward(dh, g, u, *branches, ctx.activation, want_output=want_h)
+                h, dg, du = lora_gated_activation_backward(
+                    dh, g, u, d_branch, gate_branch, up_branch, ctx.activation, want_output=want_h
+                )
         else:
             late = isinstance(down.weight, fp8.Weight)  # its product adds to nothing
-            dh = None if late else _add_low_rank(None, dS_down, down.branches, seeds_down, dy.dtype)
-            dh = _add_back(dh, dy, down.weight)
+            begun = None if late else _add_low_rank(None, dS_down, down.branches, seeds_down, dy.dtype)
+            dh = _add_back(begun, dy, down.weight)
             if late:
                 _add_low_rank(dh, dS_down, down.branches, seeds_down, dh.dtype)
             if is_fp8:
