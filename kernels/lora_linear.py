@@ -1,9 +1,11 @@
 """Linears over frozen weights with low-rank branches, and a whole gated MLP of them: y = x @ W.T + bias + sum of scale (x @ A.T) @ B.T.
 
 T tokens, K inputs, N outputs, r rank. The large products are cuBLAS's. What is saved around them: linears that share an input
-share one product with all their A's; a branch is added into the output where it lies (`addmm_`, no pass of its own over N columns);
+share one product with all their A's; a branch is written first and the large product adds itself to it (cuBLAS reads it in its
+last step, where a branch added behind would be a pass over N columns of its own; FP8 products cannot, so there it is that pass);
 backward reads each dy once for both of a branch's gradients (lora.py); gradients of A and B leave in fp32; W gets none. The gated
-MLP keeps gate and up and makes activation(gate) * up again in the backward pass, in the kernel that reads them anyway.
+MLP keeps the large products of gate and up; their branches are added, and activation(gate) * up is made again in the backward pass,
+in the kernels that read them anyway (lora_swiglu.py).
 
 A weight may be FP8 (fp8.py): then the large products alone are FP8, and the branches see the unquantised input. Quantised rows come from
 whoever makes the input (the norm before, the activation inside, their gradients' kernel) or are made here. Dropout of a branch's input
@@ -24,6 +26,14 @@ from torch.autograd.function import once_differentiable
 from rft.kernels import fp8
 from rft.kernels.dropout import add_dropped, draw_seeds, dropped
 from rft.kernels.lora import lowrank_gradients
+from rft.kernels.lora_swiglu import (
+    MAX_RANK,
+    LowRank,
+    lora_gated_activation,
+    lora_gated_activation_backward,
+    lora_gated_activation_backward_fp8,
+    lora_gated_activation_fp8,
+)
 from rft.kernels.swiglu import (
     Activation,
     gated_activation,
@@ -140,15 +150,19 @@ class _Input:
         self.rows = rows
         self._fp8 = quantised
 
-    def times(self, weight: Tensor | fp8.Weight, bias: Tensor | None) -> Tensor:
-        """rows @ weight.T + bias"""
+    def times(self, weight: Tensor | fp8.Weight, bias: Tensor | None, branch: LowRank | None = None) -> Tensor:
+        """rows @ weight.T + bias + branch"""
+        kind = self.rows.dtype
         if isinstance(weight, fp8.Weight):
             if self._fp8 is None:
                 self._fp8 = fp8.quantise_rows(self.rows)
-            return fp8.product(*self._fp8, weight, bias, self.rows.dtype)
-        if bias is not None:
-            return torch.addmm(bias.to(self.rows.dtype), self.rows, weight.t())
-        return self.rows @ weight.t()
+            y = fp8.product(*self._fp8, weight, bias, kind)
+            return y if branch is None else y.addmm_(branch.left, branch.right.t())
+        if branch is not None:
+            left, right = branch.left, branch.right.t()
+            y = left @ right if bias is None else torch.addmm(bias.to(kind), left, right)
+            return y.addmm_(self.rows, weight.t())
+        return self.rows @ weight.t() if bias is None else torch.addmm(bias.to(kind), self.rows, weight.t())
 
 
 def _stacked_A(branches: Sequence[Branch], dtype: torch.dtype) -> Tensor:
@@ -156,7 +170,7 @@ def _stacked_A(branches: Sequence[Branch], dtype: torch.dtype) -> Tensor:
     return matrices[0] if len(matrices) == 1 else torch.cat(matrices)
 
 
-def _low_rank(rows: Tensor, branches: Sequence[Branch], seeds: Tensor | None) -> Tensor | None:
+def _inner(rows: Tensor, branches: Sequence[Branch], seeds: Tensor | None) -> Tensor | None:
     """S = rows @ A.T of every branch side by side (T, sum of ranks): one product where none drops."""
     if not branches:
         return None
@@ -169,21 +183,37 @@ def _low_rank(rows: Tensor, branches: Sequence[Branch], seeds: Tensor | None) ->
     return torch.cat(each, dim=1)
 
 
-def _forward(
-    rows: Tensor, linears: Sequence[FrozenLinear], seeds: Tensor | None, quantised: fp8.Rows | None = None
-) -> tuple[list[Tensor], Tensor | None]:
-    """Outputs (T, N), and `_low_rank` of all branches."""
-    S = _low_rank(rows, _branches(linears), seeds)
-    shared, outs, at = _Input(rows, quantised), [], 0
+def _low_rank(linears: Sequence[FrozenLinear], S: Tensor | None) -> list[LowRank | None]:
+    """What each linear adds to its output: all its branches as one. S: `_inner` of all."""
+    found: list[LowRank | None] = []
+    at = 0
     for linear in linears:
-        y = shared.times(linear.weight, linear.bias)
-        for branch in linear.branches:
-            r = branch.A.shape[0]
-            assert S is not None
-            y.addmm_(S[:, at : at + r], branch.B.to(y.dtype).t(), alpha=branch.scale)
-            at += r
-        outs.append(y)
-    return outs, S
+        ranks = [b.A.shape[0] for b in linear.branches]
+        if not ranks:
+            found.append(None)
+            continue
+        assert S is not None
+        right = torch.empty(linear.weight.shape[0], sum(ranks), dtype=S.dtype, device=S.device)
+        for branch, part in zip(linear.branches, right.split(ranks, dim=1), strict=True):
+            torch.mul(branch.B.detach(), branch.scale, out=part)  # scaled in its own type, rounded once
+        found.append(LowRank(S[:, at : at + sum(ranks)], right))
+        at += sum(ranks)
+    return found
+
+
+def _forward(
+    rows: Tensor,
+    linears: Sequence[FrozenLinear],
+    seeds: Tensor | None,
+    quantised: fp8.Rows | None = None,
+    *,
+    add: bool = True,
+) -> tuple[list[Tensor], list[LowRank | None], Tensor | None]:
+    """Outputs (T, N), without their branches unless `add`; the branches; `_inner` of all."""
+    S = _inner(rows, _branches(linears), seeds)
+    shared, branches = _Input(rows, quantised), _low_rank(linears, S)
+    outs = [shared.times(ln.weight, ln.bias, b if add else None) for ln, b in zip(linears, branches, strict=True)]
+    return outs, branches, S
 
 
 # ---- backward
@@ -292,10 +322,12 @@ def _backward(
     dS, dBs = _gradients_of_B(dys, S, linears)
     d_rows: Tensor | None = None
     if need_rows:
+        late = any(isinstance(linear.weight, fp8.Weight) for linear in linears)  # its product adds to nothing
+        d_rows = None if late else _add_low_rank(None, dS, branches, seeds, rows.dtype)
         for dy, linear, q in zip(dys, linears, quantised or [None] * len(linears), strict=True):
             if dy is not None:
                 d_rows = _add_back(d_rows, dy, linear.weight, q)
-        d_rows = _add_low_rank(d_rows, dS, branches, seeds, rows.dtype)
+        d_rows = _add_low_rank(d_rows, dS, branches, seeds, rows.dtype) if late else d_rows
         d_rows = torch.zeros_like(rows) if d_rows is None else d_rows
     return d_rows, _flat_gradients(dys, linears, _gradients_of_A(dS, rows, branches, seeds), dBs)
 
@@ -310,7 +342,7 @@ class _LoraLinears(torch.autograd.Function):
     def forward(ctx, x, q, q_scale, layouts, *flat):
         rows, linears = _rows(x), _unflatten(layouts, flat)
         seeds = _seeds_for(linears, x.device)
-        outs, S = _forward(rows, linears, seeds, None if q is None else fp8.Rows(q, q_scale))
+        outs, _, S = _forward(rows, linears, seeds, None if q is None else fp8.Rows(q, q_scale))
         ctx.save_for_backward(rows, S, seeds, *flat)
         ctx.layouts, ctx.shape = layouts, x.shape
         ctx.set_materialize_grads(False)
@@ -332,17 +364,28 @@ class _LoraGatedMlp(torch.autograd.Function):
         rows = _rows(x)
         gate, up, down = _unflatten(layouts, flat)
         seeds, seeds_down = (_seeds_for(linears, x.device) for linears in ((gate, up), (down,)))
-        (g, u), S = _forward(rows, (gate, up), seeds, None if q is None else fp8.Rows(q, q_scale))
+        ctx.fused = _fused_ranks((gate, up), down)
+        (g, u), (gate_branch, up_branch), S = _forward(
+            rows, (gate, up), seeds, None if q is None else fp8.Rows(q, q_scale), add=not ctx.fused
+        )
         h, quantised = None, None
         if isinstance(down.weight, fp8.Weight):
-            h, quantised = gated_activation_fp8(g, u, activation, want_output=bool(down.branches))
+            want = bool(down.branches)
+            if ctx.fused:
+                h, quantised = lora_gated_activation_fp8(g, u, gate_branch, up_branch, activation, want_output=want)
+            else:
+                h, quantised = gated_activation_fp8(g, u, activation, want_output=want)
         else:
-            h = gated_activation(g, u, activation)
+            h = (
+                lora_gated_activation(g, u, gate_branch, up_branch, activation)
+                if ctx.fused
+                else gated_activation(g, u, activation)
+            )
         if h is None:  # nobody reads it unquantised
             assert quantised is not None
             y, S_down = fp8.product(*quantised, down.weight, down.bias, x.dtype), None  # type: ignore[arg-type]
         else:
-            (y,), S_down = _forward(h, (down,), seeds_down, quantised)
+            (y,), _, S_down = _forward(h, (down,), seeds_down, quantised)
         ctx.save_for_backward(rows, S, g, u, S_down, seeds, seeds_down, *flat)
         ctx.layouts, ctx.shape, ctx.activation = layouts, x.shape, activation
         return y.view(*x.shape[:-1], y.shape[-1])
@@ -355,13 +398,33 @@ class _LoraGatedMlp(torch.autograd.Function):
         dy = _rows(dy)
         # dh first, without what needs h: then one kernel reads gate and up and gives h and both of their gradients
         dS_down, dBs = _gradients_of_B((dy,), S_down, (down,))
-        dh = _add_back(None, dy, down.weight)
-        _add_low_rank(dh, dS_down, down.branches, seeds_down, dh.dtype)
         want_h, quantised = dS_down is not None, None
-        if any(isinstance(linear.weight, fp8.Weight) for linear in (gate, up)):
-            h, dg, du, *quantised = gated_activation_backward_fp8(dh, g, u, ctx.activation, want_output=want_h)
+        is_fp8 = any(isinstance(linear.weight, fp8.Weight) for linear in (gate, up))
+        if ctx.fused:
+            dh, d_branch = _add_back(None, dy, down.weight), None
+            if dS_down is not None and seeds_down is None:
+                d_branch = LowRank(dS_down, _stacked_A(down.branches, dh.dtype).t())
+            else:  # a mask of its own lies over it
+                _add_low_rank(dh, dS_down, down.branches, seeds_down, dh.dtype)
+            gate_branch, up_branch = _low_rank((gate, up), S)
+            if is_fp8:
+                h, dg, du, *quantised = lora_gated_activation_backward_fp8(
+                    dh, g, u, d_branch, gate_branch, up_branch, ctx.activation, want_output=want_h
+                )
+            else:
+                h, dg, du = lora_gated_activation_backward(
+                    dh, g, u, d_branch, gate_branch, up_branch, ctx.activation, want_output=want_h
+                )
         else:
-            h, dg, du = gated_activation_backward(dh, g, u, ctx.activation, want_output=want_h)
+            late = isinstance(down.weight, fp8.Weight)  # its product adds to nothing
+            begun = None if late else _add_low_rank(None, dS_down, down.branches, seeds_down, dy.dtype)
+            dh = _add_back(begun, dy, down.weight)
+            if late:
+                _add_low_rank(dh, dS_down, down.branches, seeds_down, dh.dtype)
+            if is_fp8:
+                h, dg, du, *quantised = gated_activation_backward_fp8(dh, g, u, ctx.activation, want_output=want_h)
+            else:
+                h, dg, du = gated_activation_backward(dh, g, u, ctx.activation, want_output=want_h)
         del dh
         dAs = [] if h is None else _gradients_of_A(dS_down, h, down.branches, seeds_down)
         flat_down = _flat_gradients((dy,), (down,), dAs, dBs)
@@ -369,6 +432,12 @@ class _LoraGatedMlp(torch.autograd.Function):
         d_rows, flat = _backward((dg, du), rows, S, (gate, up), seeds, ctx.needs_input_grad[0], quantised)
         d_x = None if d_rows is None else d_rows.view(ctx.shape)
         return d_x, None, None, None, None, *flat, *flat_down
+
+
+def _fused_ranks(inner: Sequence[FrozenLinear], down: FrozenLinear) -> bool:
+    """Whether the activation kernels take the branches: there are some, of ranks that they are made for."""
+    ranks = [sum(b.A.shape[0] for b in linear.branches) for linear in (*inner, down)]
+    return any(ranks) and max(ranks) <= MAX_RANK
 
 
 def _check(op: str, x: Tensor, linears: Sequence[FrozenLinear], width: int) -> None:

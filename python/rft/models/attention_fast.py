@@ -36,7 +36,8 @@ FLEX_TOKENS = 1024
 def fa4(inputs: Inputs, documents: Documents, window: int | None) -> Tensor:
     """`flash_attn.cute`: one call for all documents. Hopper and newer, bf16 or fp16; windows, soft-cap and sinks."""
     call, names = _fa4_call()
-    query, key, value = (t[0].transpose(0, 1) for t in (inputs.query, inputs.key, inputs.value))
+    # squeeze, not [0]: the gradient of a selection is a filled tensor and a copy
+    query, key, value = (t.squeeze(0).transpose(0, 1) for t in (inputs.query, inputs.key, inputs.value))
     ends, longest = documents.cu_seqlens, documents.max_length
     kwargs: dict[str, Any] = {
         "cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": longest, "max_seqlen_k": longest,

@@ -53,7 +53,10 @@ def train_step(run: Run, micro_batches: list[Batch]) -> StepResult:
             sum(normalised.values()).backward()
         for term, value in normalised.items():
             shares[term] += value.detach()
-    grad_norm = clip_grad_norm(run.optimizer.parameters, run.config.train.max_grad_norm)
+    if run.optimizer.in_backward:
+        grad_norm = run.optimizer.norm_in_backward()
+    else:
+        grad_norm = clip_grad_norm(run.optimizer.parameters, run.config.train.max_grad_norm)
     lr = run.schedule.lr
     run.optimizer.step()
     run.schedule.step()
