@@ -106,11 +106,12 @@ def compare(own, plain, truth):
     "branches", [[((4, P),)], [((4, P), (6, 0.5)), (), ((4, 0.0),)]], ids=["one", "two adapters, none, without dropout"]
 )
 def test_outputs_and_gradients_are_those_of_the_same_masks_in_plain_torch(device, branches, dtype):
-    linears = [linear(device, dtype, 32 + 16 * i, 64, *each) for i, each in enumerate(branches)]
-    x = torch.randn(19, 64, device=device).to(dtype)
-    slopes = [torch.randn(19, each.weight.shape[0], device=device) for each in linears]
+    rows, width = (19, 64) if dtype == torch.float32 else (1000, 512)  # rounding errors are compared: many of them
+    linears = [linear(device, dtype, width // 2 + 16 * i, width, *each) for i, each in enumerate(branches)]
+    x = torch.randn(rows, width, device=device).to(dtype)
+    slopes = [torch.randn(rows, each.weight.shape[0], device=device) for each in linears]
     torch.manual_seed(5)
-    masks = masks_of(linears, 19, device)
+    masks = masks_of(linears, rows, device)
     runs = []
     for kind in (dtype, torch.float32):
         leaf = x.to(kind, copy=True).requires_grad_()
@@ -124,11 +125,12 @@ def test_outputs_and_gradients_are_those_of_the_same_masks_in_plain_torch(device
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_gated_mlp_drops_the_input_of_down_too(device, dtype):
-    gate, up, down = (linear(device, dtype, *s, (4, P)) for s in ((96, 32), (96, 32), (32, 96)))
-    x = torch.randn(17, 32, device=device).to(dtype)
-    slope = [torch.randn(17, 32, device=device)]
+    rows, width, inner = (17, 32, 96) if dtype == torch.float32 else (1000, 256, 768)
+    gate, up, down = (linear(device, dtype, *s, (4, P)) for s in ((inner, width), (inner, width), (width, inner)))
+    x = torch.randn(rows, width, device=device).to(dtype)
+    slope = [torch.randn(rows, width, device=device)]
     torch.manual_seed(5)
-    masks = [masks_of((gate, up), 17, device), masks_of((down,), 17, device)]
+    masks = [masks_of((gate, up), rows, device), masks_of((down,), rows, device)]
     runs = []
     for kind in (dtype, torch.float32):
         leaf = x.to(kind, copy=True).requires_grad_()

@@ -242,12 +242,17 @@ def _materialised(module: nn.Module, matcher: Matcher, device: torch.device) -> 
     return made
 
 
+_ROUNDINGS = 1 << 14, 512
+"""Elements of the input, and of the smallest parameter's gradient, over which the ratio of two rounding errors is taken in bf16: with a few
+hundred, luck alone makes one 1.5 times the other. Small modules are run on several inputs (at most 16)."""
+
+
 class _Original:
     """What one module computes on random inputs, in each kind of check: run once, however many candidates are compared with it."""
 
     def __init__(self, module: nn.Module, matcher: Matcher, device: torch.device):
         self._module, self._matcher, self._device = module, matcher, device
-        self._runs: dict[tuple, tuple[list[Tensor], _Run, _Run | None]] = {}
+        self._runs: dict[tuple, tuple[list[list[Tensor]], _Run, _Run | None]] = {}
 
     def compare(
         self, candidate: Candidate, kind: torch.dtype, weight_kind: torch.dtype, autocast: bool
@@ -257,8 +262,8 @@ class _Original:
         exact = _materialised(self._module, matcher, self._device)
         if key not in self._runs:
             self._runs[key] = self._run(exact, *key)
-        inputs, theirs, truth = self._runs[key]
-        own = _run(candidate.build(exact.to(weight_kind)), inputs, matcher, autocast)
+        draws, theirs, truth = self._runs[key]
+        own = _run(candidate.build(exact.to(weight_kind)), draws, matcher, autocast)
         if (
             own.output.dtype != theirs.output.dtype
             or own.output.shape != theirs.output.shape
@@ -269,28 +274,56 @@ class _Original:
 
     def _run(
         self, exact: nn.Module, kind: torch.dtype, weight_kind: torch.dtype, autocast: bool
-    ) -> tuple[list[Tensor], _Run, _Run | None]:
+    ) -> tuple[list[list[Tensor]], _Run, _Run | None]:
         """(inputs, the original's run, and that in fp32 where it is the yardstick)."""
         matcher = self._matcher
-        inputs = [t.to(self._device, kind) for t in matcher.inputs(self._module, torch.Generator().manual_seed(0))]
-        theirs = _run(copy.deepcopy(exact).to(weight_kind), inputs, matcher, autocast)
-        if matcher.rounding == "same" or kind == torch.float32:
-            return inputs, theirs, None
+        yardstick = matcher.rounding == "no worse" and kind != torch.float32
+
+        def draw(number: int) -> list[Tensor]:
+            inputs = matcher.inputs(self._module, torch.Generator().manual_seed(number))
+            return [t.to(self._device, kind) for t in inputs]
+
+        first = draw(0)
+        smallest = min((p.numel() for p in exact.parameters() if p.requires_grad), default=_ROUNDINGS[1])
+        wanted = (
+            max(_ROUNDINGS[0] // max(first[0].numel(), 1), _ROUNDINGS[1] // max(smallest, 1), 1) if yardstick else 1
+        )
+        draws = [first, *(draw(number) for number in range(1, min(wanted, 16)))]
+        theirs = _run(copy.deepcopy(exact).to(weight_kind), draws, matcher, autocast)
+        if not yardstick:
+            return draws, theirs, None
         rounded = copy.deepcopy(exact).to(kind).float()
-        return inputs, theirs, _run(rounded, [t.float() for t in inputs], matcher, False)
+        return draws, theirs, _run(rounded, [[t.float() for t in each] for each in draws], matcher, False)
 
 
 @dataclass
 class _Run:
+    """One entry of the first dim for each of the inputs that a module was run on."""
+
     output: Tensor
     inputs: list[Tensor | None]
     weights: list[Tensor | None]
     more: Any
 
 
-def _run(part: nn.Module, inputs: list[Tensor], matcher: Matcher, autocast: bool) -> _Run:
+def _run(part: nn.Module, draws: list[list[Tensor]], matcher: Matcher, autocast: bool) -> _Run:
+    runs = [_run_once(part, inputs, matcher, autocast) for inputs in draws]
+
+    def stacked(lists: list[list[Tensor | None]]) -> list[Tensor | None]:
+        return [None if any(t is None for t in each) else torch.stack(each) for each in zip(*lists, strict=True)]  # type: ignore[arg-type]
+
+    return _Run(
+        torch.stack([r.output for r in runs]),
+        stacked([r.inputs for r in runs]),
+        stacked([r.weights for r in runs]),
+        [r.more for r in runs],
+    )
+
+
+def _run_once(part: nn.Module, inputs: list[Tensor], matcher: Matcher, autocast: bool) -> _Run:
     arguments = [t.clone().requires_grad_(True) for t in inputs]
     device = inputs[0].device
+    part.zero_grad(set_to_none=True)
     with torch.enable_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(0)  # the same dropout in both
         with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
