@@ -27,6 +27,8 @@ REPLICATE_SHARE = 0.6
 DETERMINISTIC_MEAN_LENGTH = 2048
 """Deterministic attention backward costs 1 % of a step at this document length, a third of attention at 16,384 (H200, torch 2.11)."""
 LR = {"lora": 2e-4, "none": 1e-5}
+LION_SHARE = 0.2
+"""Lion's rate over AdamW's: its updates are full steps, of which the paper takes a third to a tenth."""
 
 
 @dataclass
@@ -80,6 +82,7 @@ def resolve(
         deciding.set("loss.chunk_rows", chunk_rows, f"logits of {facts.vocab_size:,} tokens for so many rows at a time")
     _decide_optim(deciding, config)
     _decide_parallel(deciding, config, facts, machine)
+    _check_optim(deciding, config, machine)
     if config.train.accumulate is None and config.train.tokens_per_step is None:
         deciding.set("train.tokens_per_step", DEFAULT_TOKENS_PER_STEP, "default; at least one pack a rank")
     _decide_memory(deciding, config, facts, machine, kernels, isolates, can_recompute)
@@ -210,12 +213,31 @@ def _decide_optim(deciding: _Deciding, config: Config) -> None:
     optim = config.optim
     if optim.lr == "auto":
         kind = "LoRA" if config.adapter.name == "lora" else "full fine-tuning"
-        deciding.set("optim.lr", LR[config.adapter.name], f"default for {kind}")
+        share, whose = (LION_SHARE, " with Lion") if optim.name == "lion" else (1.0, "")
+        deciding.set("optim.lr", LR[config.adapter.name] * share, f"default for {kind}{whose}")
     schedule = optim.schedule
     if schedule.warmup_steps is None and schedule.warmup_ratio is None:
         chosen = schedule.model_copy(update={"warmup_ratio": DEFAULT_WARMUP_RATIO})
         shown = Decision("optim.schedule.warmup_ratio", DEFAULT_WARMUP_RATIO, "default where no warm-up is given")
         deciding.set("optim.schedule", chosen, shown.reason, shown=shown)
+
+
+def _check_optim(deciding: _Deciding, config: Config, machine: Machine) -> None:
+    """Refuse what this number of ranks, or how they share the weights, cannot serve."""
+    if config.optim.in_backward and machine.world_size > 1:
+        raise ConfigError(
+            "optim.in_backward = true",
+            f"{machine.world_size} processes add their gradients up before any of them is applied",
+            wanted="one process",
+            do="leave out optim.in_backward",
+        )
+    mode = deciding.changes.get("parallel", {}).get("data", config.parallel.data)
+    if config.memory.offload_states != "none" and mode == "shard" and machine.world_size > 1:
+        raise ConfigError(
+            f'memory.offload_states = "{config.memory.offload_states}"',
+            "states of sharded weights are not offloaded: a rank's share of them is small already",
+            do='leave out memory.offload_states, or set parallel.data = "replicate"',
+        )
 
 
 def _decide_parallel(deciding: _Deciding, config: Config, facts: Facts, machine: Machine) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,7 @@ from rft.config.root import Config
 from rft.data.folder import default_root
 from rft.data.loader import Loader
 from rft.data.prepare import Prepared, prepare
-from rft.errors import ConfigError
+from rft.errors import ConfigError, Refused
 from rft.losses import SftLoss
 from rft.memory.planner import Planned
 from rft.memory.recompute import apply_recompute
@@ -36,7 +37,8 @@ from rft.models.receipts import Receipts
 from rft.models.source import ModelSource
 from rft.models.surgery import apply_swaps, why_no_kernels
 from rft.models.tokenizer import TokenizerFiles, load_tokenizer
-from rft.optim import BUILDERS, Schedule
+from rft.optim import BUILDERS, Home, Optimizer, Schedule
+from rft.optim.groups import is_lora_B
 from rft.parallel.apply import apply_replicate, parallelize
 from rft.parallel.fsdp import local_part
 from rft.parallel.mesh import World
@@ -213,8 +215,9 @@ def build_run(job: Job, run_dir: Path, checkpoint: Checkpoint | None) -> Run:
     total_steps = plan_total_steps(job.config, lambda epoch: loader.steps_in_epoch(epoch, packs_per_step))
     if total_steps == 0:
         raise ConfigError("train.epochs", f"{job.config.train.epochs:g} is no step at all", wanted="at least one step")
+    refuse_many_updates(job, packs_per_step)
     trainee = build_trainee(job)
-    optimizer = build_optimizer(job, trainee)
+    optimizer = build_optimizer(job, trainee, run_dir, packs_per_step=packs_per_step)
     config = job.config
     run = Run(
         config=config,
@@ -250,6 +253,20 @@ def build_run(job: Job, run_dir: Path, checkpoint: Checkpoint | None) -> Run:
         resume_state(run, checkpoint)
         run.saved_step, run.saved_path = checkpoint.step, checkpoint.path
     return run
+
+
+def refuse_many_updates(job: Job, packs_per_step: int) -> None:
+    """`optim.in_backward` applies a gradient as soon as a backward brings it: a step may have one backward only."""
+    micro_batch = job.config.train.micro_batch
+    assert isinstance(micro_batch, int)
+    count = packs_per_step // (micro_batch * job.world.world_size)
+    if job.config.optim.in_backward and count > 1:
+        raise ConfigError(
+            "optim.in_backward = true",
+            f"a step has {count} micro-batches of {micro_batch} pack{'s' if micro_batch > 1 else ''}, and each would be an update",
+            wanted="one micro-batch a step",
+            do="set train.accumulate = 1 with train.micro_batch, or leave out optim.in_backward",
+        )
 
 
 def build_trainee(job: Job) -> Trainee:
@@ -294,6 +311,16 @@ def quantise_to_fp8(job: Job, layers: list[torch.nn.Module]) -> None:
     job.receipts.apply("fp8 base", done.count, done.of, how, {"largest relative error of a weight": done.error})
     for why, count in done.left.items():
         job.receipts.decline("fp8 base", count, why)
+    if job.kernels:
+        from rft.models.decoder_layer import count_handed_rows
+
+        handed, readers = count_handed_rows(layers)
+        if handed:
+            how = "inputs quantised by the norm before, those of down by the gated activation"
+            job.receipts.apply("fp8 inputs", handed, readers, how)
+        if handed < readers:
+            why = "their layer is not served by `add and norm`: a pass of their own quantises them"
+            job.receipts.decline("fp8 inputs", readers - handed, why)
 
 
 def build_head(job: Job) -> Head:
@@ -327,19 +354,70 @@ def train_router(job: Job) -> RouterLoss | None:
     return loss
 
 
-def build_optimizer(job: Job, trainee: Trainee) -> Any:
-    """AdamW over what is trained. Where ranks hold whole weights, bf16 copies are computed with and fp32 masters updated."""
-    config = job.config
+def build_optimizer(
+    job: Job, trainee: Trainee, run_dir: Path | None = None, *, packs_per_step: int | None = None
+) -> Optimizer:
+    """The optimizer over what is trained. Where ranks hold whole weights, bf16 copies are computed with and fp32 masters updated."""
+    config, memory = job.config, job.config.memory
     split = job.master_dtype != job.compute_dtype and job.mode != "shard"  # FSDP2 keeps fp32 shards and gathers bf16
     named = [(name, p) for name, p in trainee.named_parameters() if p.requires_grad]
     tables = {id(p) for m in trainee.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters()}
-    return BUILDERS[type(config.optim)](
+    model: Any = trainee.model
+    output = {id(p) for p in model.get_output_embeddings().parameters()}
+    home = None
+    if memory.offload_states != "none":
+        home = Home(memory.offload_states, job.world.device, offload_folder(config, run_dir))
+    optimizer = BUILDERS[type(config.optim)](
         named,
         config.optim,
         compute_dtype=job.compute_dtype if split else None,
         keep=frozenset(f"model.{name}" for name in job.wide),
         embeddings=frozenset(name for name, p in named if id(p) in tables),
+        head=frozenset(name for name, p in named if id(p) in output),
+        narrow_gradients=added_once(job, trainee, packs_per_step) if split else frozenset(),
+        seed=config.train.seed,
+        kernels=job.kernels,
+        home=home,
     )
+    tell_optimizer(job, optimizer)
+    return optimizer
+
+
+def added_once(job: Job, trainee: Trainee, packs_per_step: int | None) -> frozenset[str]:
+    """Trained parameters to whose gradient a step brings one part: nothing is added, so an fp32 tensor for it would hold the same."""
+    if job.mode != "none" or packs_per_step != job.config.train.micro_batch:
+        return frozenset()
+    uses = Counter(id(p) for _, p in trainee.named_parameters(remove_duplicate=False))
+    return frozenset(name for name, p in trainee.named_parameters() if p.requires_grad and uses[id(p)] == 1)
+
+
+def offload_folder(config: Config, run_dir: Path | None = None) -> Path:
+    """Where what goes to disk lies."""
+    assert config.train.out is not None, "load_config() fills in train.out"
+    return Path(config.memory.offload_dir or (run_dir or Path(config.train.out)) / "offload")
+
+
+def tell_optimizer(job: Job, optimizer: Optimizer) -> None:
+    """Receipts of what the optimizer does besides plain updates."""
+    config, count = job.config, len(optimizer.parameters)
+    how = ", ".join(f"{number} tensors by {rule}" for rule, number in optimizer.rules().items())
+    job.receipts.apply(f"optimizer {config.optim.name}", count, count, how)
+    if job.master_dtype == torch.bfloat16:
+        narrow = sum(p.dtype == torch.bfloat16 for p in optimizer.parameters)
+        job.receipts.apply("bf16 weights", narrow, count, "rounded stochastically, noise by seed, step and name")
+    if config.optim.lora_plus_ratio:
+        factors = sum(is_lora_B(name) for group in optimizer.param_groups for name in group["names"])
+        if not factors:
+            raise Refused("optim.lora_plus_ratio", "no B matrix is trained here", do="leave it out")
+        job.receipts.apply(
+            "lora plus", factors, count, f"B matrices at {config.optim.lora_plus_ratio:g} times the rate"
+        )
+    if config.optim.in_backward:
+        job.receipts.apply("step in backward", count, count, "each weight is updated when its gradient is there")
+    if config.memory.offload_states != "none":
+        job.receipts.apply(
+            f"states on {config.memory.offload_states}", count, count, "visit the device a bucket at a time"
+        )
 
 
 # ---- data
