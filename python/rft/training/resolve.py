@@ -83,6 +83,8 @@ def resolve(
     if config.train.accumulate is None and config.train.tokens_per_step is None:
         deciding.set("train.tokens_per_step", DEFAULT_TOKENS_PER_STEP, "default; at least one pack a rank")
     _decide_memory(deciding, config, facts, machine, kernels, isolates, can_recompute)
+    if config.memory.tiled_mlp == "auto" and "tiled_mlp" not in deciding.changes.get("memory", {}):
+        deciding.set("memory.tiled_mlp", 1, "MLPs fit as a whole")
     if machine.kind == "cpu" and config.train.deterministic == "auto":
         deciding.set("train.deterministic", True, "a CPU always is")
     _check_micro_batch(deciding, config, facts, machine)
