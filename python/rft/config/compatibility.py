@@ -46,7 +46,7 @@ def has_held_out(config: Config) -> bool:
 
 def uses_disk(config: Config) -> bool:
     """Whether anything may go to `memory.offload_dir`."""
-    return config.memory.offload_states == "disk"
+    return "disk" in (config.memory.offload, config.memory.offload_states)
 
 
 def _adapter_shape_given(config: Config) -> bool:
@@ -179,26 +179,26 @@ RULES: tuple[Rule, ...] = (
         {"train": {"master": "bfloat16", "precision": "fp32"}},
     ),
     Rule(
-        "FP8 weights that are trained",
+        "weights in fewer bits that are trained",
         ("model.base_weights", "adapter.name"),
-        lambda c: c.model.base_weights == "fp8" and c.adapter.name == "none",
-        "holds frozen weights in FP8, and full fine-tuning freezes none",
+        lambda c: c.model.base_weights != "bf16" and c.adapter.name == "none",
+        "holds frozen weights in fewer bits, and full fine-tuning freezes none",
         'set model.base_weights = "bf16", or train a LoRA (adapter.name = "lora")',
         {"model": {"base_weights": "fp8"}, "adapter": {"name": "none"}},
     ),
     Rule(
-        "FP8 weights that are sharded",
+        "weights in fewer bits that are sharded",
         ("model.base_weights", "parallel.data"),
-        lambda c: c.model.base_weights == "fp8" and c.parallel.data == "shard",
+        lambda c: c.model.base_weights != "bf16" and c.parallel.data == "shard",
         "is quantised from whole weights, and no rank holds them when sharded",
         'set parallel.data = "replicate", or model.base_weights = "bf16"',
         {"model": {"base_weights": "fp8"}, "parallel": {"data": "shard"}},
     ),
     Rule(
-        "FP8 weights and what reads whole ones",
+        "weights in fewer bits and what reads whole ones",
         ("model.base_weights", "adapter.dora", "adapter.init"),
         lambda c: (
-            c.model.base_weights == "fp8"
+            c.model.base_weights != "bf16"
             and isinstance(c.adapter, LoraConfig)
             and (c.adapter.dora or c.adapter.init in ("pissa", "olora"))
         ),
@@ -263,11 +263,19 @@ RULES: tuple[Rule, ...] = (
         {"memory": {"offload_states": "cpu"}, "parallel": {"data": "shard"}},
     ),
     Rule(
+        "host memory for nothing",
+        ("memory.offload_host", "memory.offload_keep", "memory.offload"),
+        lambda c: (is_set(c.memory, "offload_host") or c.memory.offload_keep > 0) and c.memory.offload == "none",
+        "says how much lies where, and nothing is offloaded",
+        'set memory.offload = "cpu", or leave out memory.offload_host and memory.offload_keep',
+        {"memory": {"offload_host": 64}},
+    ),
+    Rule(
         "a folder for nothing",
-        ("memory.offload_dir", "memory.offload_states"),
+        ("memory.offload_dir", "memory.offload", "memory.offload_states"),
         lambda c: is_set(c.memory, "offload_dir") and not uses_disk(c),
         "names a folder, and nothing goes to disk",
-        'set memory.offload_states = "disk", or leave out memory.offload_dir',
+        'set memory.offload or memory.offload_states to "disk", or leave out memory.offload_dir',
         {"memory": {"offload_dir": "/tmp"}},
     ),
     Rule(
@@ -315,7 +323,10 @@ REFUSED_VALUES: tuple[RefusedValue, ...] = (
         ("train.master",), ("bf16", "fp32"), "masters are named in full", 'set train.master = "bfloat16" or "float32"'
     ),
     RefusedValue(
-        ("adapter.name",), ("qlora",), "quantised base weights are not offered yet", 'set adapter.name = "lora"'
+        ("adapter.name",),
+        ("qlora",),
+        "QLoRA is a LoRA over a base in 4 bits",
+        'set adapter.name = "lora" and model.base_weights = "nf4"',
     ),
     RefusedValue(
         ("adapter.name",),

@@ -225,6 +225,11 @@ def choices(problem: Problem, given: Given, machinery: Machinery) -> Iterator[Ch
                     yield Choice(made, sizes(problem, made), seconds(problem, made, machinery))
 
 
+def fits(problem: Problem, choice: Choice) -> bool:
+    """On the GPU, and what is offloaded into the machine's memory."""
+    return choice.total <= problem.memory_bytes and choice.sizes.host <= (problem.host_bytes or choice.sizes.host)
+
+
 def divisors(number: int) -> list[int]:
     """Of a positive number, ascending."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
@@ -234,7 +239,7 @@ def divisors(number: int) -> list[int]:
 def plan(problem: Problem, given: Given, machinery: Machinery) -> Planned:
     """The fastest that fits; among nearly as fast ones the smallest. Where nothing fits, the smallest, and `fits` is False."""
     every = tuple(choices(problem, given, machinery))
-    fitting = [c for c in every if c.total <= problem.memory_bytes]
+    fitting = [c for c in every if fits(problem, c)]
     if not fitting:
         return Planned(problem, machinery, min(every, key=lambda c: c.total), False, every)
     fastest = min(c.seconds for c in fitting)
@@ -246,6 +251,4 @@ def plan(problem: Problem, given: Given, machinery: Machinery) -> Planned:
 def planned(problem: Problem, chosen: MemoryPlan, given: Given, machinery: Machinery) -> Planned:
     """A plan that is decided already, beside what else there is."""
     made = Choice(chosen, sizes(problem, chosen), seconds(problem, chosen, machinery))
-    return Planned(
-        problem, machinery, made, made.total <= problem.memory_bytes, tuple(choices(problem, given, machinery))
-    )
+    return Planned(problem, machinery, made, fits(problem, made), tuple(choices(problem, given, machinery)))

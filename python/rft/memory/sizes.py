@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from rft.memory.plan import MemoryPlan, Recompute
-from rft.models.describe import Facts
+
+if TYPE_CHECKING:
+    from rft.models.describe import Facts
 
 GIB = 2**30
 BaseWeights = Literal["bf16", "fp8", "nf4", "int8"]
@@ -24,12 +26,10 @@ SLACK = 0.04
 """Share of what a step allocates that the allocator holds besides: blocks between tensors, of sizes that none asks for at the moment."""
 RING = 3
 """Layers whose kept tensors are on the device at one time when they are offloaded."""
-STATE_BUCKET = 256 * 2**20
-"""Device bytes through which offloaded states pass."""
+STATE_BUCKETS = 3 * 256 * 2**20
+"""Device bytes through which offloaded states pass (optim/home.py)."""
 BUCKETS = 5 * 32 * 2**20
 """fp32 gradients in flight between replicas (parallel/replicate.py)."""
-MOMENT_BYTES: dict[str, float] = {"adamw": 2.0}
-"""Optimizer states of a trained weight, by optimizer: in units of the bytes of a master for plain ones."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ class Problem:
     """Bytes of a number of the computation."""
     master_itemsize: int = 4
     base: BaseWeights = "bf16"
-    optimizer: str = "adamw"
+    moment_bytes: float = 8.0
+    """Optimizer states of a trained number."""
     attention: str = "varlen"
     shards: int = 1
     """Ranks that share weights, gradients and states; 1: each has all."""
@@ -60,6 +61,8 @@ class Problem:
     document_tokens: float | None = None
     """Length of the document that a token is in, on average; None: as long as a pack."""
     context_bytes: int = 600 * 2**20
+    host_bytes: int | None = None
+    """Of the machine's memory that may be pinned for this rank; None: as much as it takes."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,6 @@ def state_bytes(problem: Problem) -> dict[str, int]:
     base = frozen_bytes(problem, frozen)
     split = size != kept and problem.shards == 1  # FSDP2 keeps masters alone and gathers copies
     copy = size if split else kept
-    moments = MOMENT_BYTES.get(problem.optimizer, 2.0) * kept
     masters = trained * kept if split else 0
     shares = problem.shards
     weights = base + (trained * copy if problem.trained_in_full else 0)
@@ -114,7 +116,7 @@ def state_bytes(problem: Problem) -> dict[str, int]:
         "weights": weights // shares,
         "adapter": adapter * copy // shares,
         "gradients": trained * kept // shares,
-        "optimizer": int(masters + trained * moments) // shares,
+        "optimizer": int(masters + trained * problem.moment_bytes) // shares,
     }
 
 
@@ -217,11 +219,13 @@ def sizes(problem: Problem, plan: MemoryPlan) -> Sizes:
     last_again = made_again if again and _last_is_recomputed(plan.recompute, L) else 0
     if plan.offload_states != "none":
         states, moved = _offloaded_states(states)
-        host += moved if plan.offload_states == "cpu" else min(moved, STATE_BUCKET)
+        host += moved if plan.offload_states == "cpu" else min(moved, STATE_BUCKETS)
         disk += moved if plan.offload_states == "disk" else 0
     gradients = states.pop("gradients")
     if plan.in_backward:
-        gradients //= max(L, 1)
+        gradients = min(
+            gradients, max(f.vocab_size * f.hidden_size, f.hidden_size * f.intermediate_size) * problem.master_itemsize
+        )
     before = gradients if plan.micro_batch < problem.packs else 0  # those of earlier micro-batches
     moments = {
         "loss": {
@@ -260,7 +264,7 @@ def _last_is_recomputed(recompute: Recompute, num_layers: int) -> bool:
 
 
 def _offloaded_states(states: dict[str, int]) -> tuple[dict[str, int], int]:
-    moved = max(0, states["optimizer"] - STATE_BUCKET)
+    moved = max(0, states["optimizer"] - STATE_BUCKETS)
     return {**states, "optimizer": states["optimizer"] - moved}, moved
 
 

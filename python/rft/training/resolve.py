@@ -16,6 +16,7 @@ from rft.memory.plan import MemoryPlan
 from rft.memory.sizes import GIB, Problem, state_bytes
 from rft.memory.speed import Machinery
 from rft.models.describe import Facts
+from rft.optim import state_bytes_per_number
 from rft.optim.schedule import DEFAULT_WARMUP_RATIO
 from rft.training.decision import Decision
 from rft.training.machine import Machine
@@ -325,10 +326,11 @@ def memory_problem(
         memory_bytes=limit,
         kernels=kernels,
         context_bytes=rates.context if machine.kind == "cuda" else 0,
+        host_bytes=machine.host_bytes,
         **_held(config),
         **_ranks(config, machine),
     )
-    chosen = {
+    chosen: dict[str, Any] = {
         key: None if getattr(memory, key) == "auto" else getattr(memory, key)
         for key in ("recompute", "offload", "tiled_mlp", "offload_states")
         if key in type(memory).model_fields
@@ -353,15 +355,24 @@ def machinery_of(machine: Machine, rates: Any = None) -> Machinery:
 
 
 def planned_for(
-    config: Config, facts: Facts, machine: Machine, *, kernels: bool, can_recompute: bool, isolates: bool, **data: float
+    config: Config,
+    facts: Facts,
+    machine: Machine,
+    *,
+    kernels: bool,
+    can_recompute: bool,
+    isolates: bool,
+    label_share: float = 1.0,
+    document_tokens: float | None = None,
 ) -> planner.Planned:
-    """What the planner expects of a resolved config, beside what else there would be. data: label_share, document_tokens."""
+    """What the planner expects of a resolved config, beside what else there would be."""
     auto = config.model_copy(update={"memory": config.memory.model_copy(update={"recompute": "auto"})})
     one = _one_pack_reason(config, isolates) is not None
     problem, given, machinery = memory_problem(
         auto, facts, machine, kernels=kernels, can_recompute=can_recompute, one_pack=one
     )
-    return planner.planned(replace(problem, **data), MemoryPlan.of(config), given, machinery)
+    problem = replace(problem, label_share=label_share, document_tokens=document_tokens)
+    return planner.planned(problem, MemoryPlan.of(config), given, machinery)
 
 
 def _held(config: Config) -> dict[str, Any]:
@@ -372,12 +383,12 @@ def _held(config: Config) -> dict[str, Any]:
         "itemsize": size,
         "master_itemsize": 4 if config.train.master == "float32" or size == 4 else 2,
         "base": config.model.base_weights,
-        "optimizer": config.optim.name,
+        "moment_bytes": state_bytes_per_number(config.optim),
         "attention": config.model.attention,
     }
 
 
-def _ranks(config: Config, machine: Machine) -> dict[str, int]:
+def _ranks(config: Config, machine: Machine) -> dict[str, Any]:
     shard = config.parallel.data == "shard" and machine.world_size > 1
     return {"shards": machine.world_size if shard else 1, "replicas": 1 if shard else machine.world_size}
 

@@ -23,10 +23,14 @@ from rft.data.loader import Loader
 from rft.data.prepare import Prepared, prepare
 from rft.errors import ConfigError, Refused
 from rft.losses import SftLoss
+from rft.memory.disk import DiskFile
+from rft.memory.host_pool import HostPool
+from rft.memory.offload import Offloader
 from rft.memory.planner import Planned
 from rft.memory.recompute import apply_recompute
 from rft.memory.recompute import why_not as why_no_recompute
-from rft.models.attention import choose_backend, install_attention
+from rft.memory.tiled_mlp import apply_tiled_mlp
+from rft.models.attention import NAME, choose_backend, install_attention, why_not_kept
 from rft.models.aux_loss import RouterLoss
 from rft.models.backbone import Backbone, decoder_layers
 from rft.models.describe import Facts, describe
@@ -42,9 +46,10 @@ from rft.optim.groups import is_lora_B
 from rft.parallel.apply import apply_replicate, parallelize
 from rft.parallel.fsdp import local_part
 from rft.parallel.mesh import World
+from rft.quant.packed import Packed, place
 from rft.training.decision import Decision
 from rft.training.flops import count_flops
-from rft.training.machine import Machine, inspect_machine, limit_threads
+from rft.training.machine import HOST_SHARE, Machine, free_host_bytes, inspect_machine, limit_threads
 from rft.training.resolve import (
     plan_packs_per_step,
     plan_total_steps,
@@ -216,7 +221,7 @@ def build_run(job: Job, run_dir: Path, checkpoint: Checkpoint | None) -> Run:
     if total_steps == 0:
         raise ConfigError("train.epochs", f"{job.config.train.epochs:g} is no step at all", wanted="at least one step")
     refuse_many_updates(job, packs_per_step)
-    trainee = build_trainee(job)
+    trainee = build_trainee(job, run_dir)
     optimizer = build_optimizer(job, trainee, run_dir, packs_per_step=packs_per_step)
     config = job.config
     run = Run(
@@ -269,7 +274,7 @@ def refuse_many_updates(job: Job, packs_per_step: int) -> None:
         )
 
 
-def build_trainee(job: Job) -> Trainee:
+def build_trainee(job: Job, run_dir: Path | None = None) -> Trainee:
     """The model with everything swapped in, sharded where asked, its weights read, around which the trainee is put."""
     config, world, model = job.config, job.world, job.model
     apply_swaps(model, job.receipts, device=world.device, kernels=job.kernels)
@@ -283,16 +288,16 @@ def build_trainee(job: Job) -> Trainee:
     backbone = Backbone(model, attention, router_logits=losses.router, isolate=job.probed.isolates)
     trainee = Trainee(model, backbone, head, losses, router=router)
     layers = list(decoder_layers(model))
-    assert config.memory.recompute != "auto", "resolve() decides memory.recompute"
-    again = apply_recompute(layers, config.memory.recompute)
-    if again:
-        job.receipts.apply("recompute", again, len(layers), "layers keep their input and are computed again")
+    save_memory(job, trainee, layers, run_dir)
     mixed = job.compute_dtype if job.compute_dtype != job.master_dtype else None
     parallelize(trainee, world, job.mode, layers=layers, compute_dtype=mixed)  # type: ignore[arg-type]
     if job.mode != "none":
         how = {"shard": "FSDP2, a group a layer", "replicate": "gradients summed in fp32 during the backward"}[job.mode]
         job.receipts.apply(f"parallel {job.mode}", 1, 1, f"{world.world_size} ranks, {how}")
+    packed = pack_base(job, layers) if config.model.base_weights in ("nf4", "int8") else None
     materialise(model, job.source, world.device, root=trainee, local_part=local_part)
+    if packed is not None:
+        tell_packed(job, packed)
     if isinstance(config.adapter, LoraConfig):
         initialise(model, config.adapter, seed=config.train.seed, local_part=local_part)
     if config.model.base_weights == "fp8":
@@ -300,6 +305,81 @@ def build_trainee(job: Job) -> Trainee:
     if job.mode == "replicate":
         apply_replicate(trainee, world)
     return trainee.train()
+
+
+def save_memory(job: Job, trainee: Trainee, layers: list[torch.nn.Module], run_dir: Path | None) -> None:
+    """Recompute, offload and tiled MLPs as the config says, with receipts."""
+    memory, receipts = job.config.memory, job.receipts
+    assert memory.recompute != "auto", "resolve() decides memory.recompute"
+    assert memory.tiled_mlp != "auto", "resolve() decides memory.tiled_mlp"
+    if memory.tiled_mlp > 1:
+        receipts.ask("tiled mlp")
+        tiled, left = apply_tiled_mlp(layers, memory.tiled_mlp)
+        if not tiled:
+            raise Refused(f"memory.tiled_mlp = {memory.tiled_mlp}", next(iter(left)), do="leave out memory.tiled_mlp")
+        receipts.apply("tiled mlp", tiled, len(layers), f"{memory.tiled_mlp} pieces of the sequence, gradients once")
+        for why, count in left.items():
+            receipts.decline("tiled mlp", count, why)
+    offloader = None
+    if memory.offload != "none":
+        offloader = build_offloader(job, len(layers), offload_folder(job.config, run_dir))
+        # a plain attribute: no submodule, so no parameter changes its name
+        object.__setattr__(trainee, "offloader", offloader)
+        receipts.apply(f"offload to {memory.offload}", len(layers), len(layers), offloader.describe())
+    again = apply_recompute(layers, memory.recompute, offloader)
+    if not again:
+        return
+    receipts.apply("recompute", again, len(layers), "layers keep their input and are computed again")
+    if memory.recompute == "selective":
+        receipts.ask("attention kept")
+        no_registry = None if job.probed.attention == NAME else "this model does not take its attention from a registry"
+        not_kept = no_registry or why_not_kept(job.config.model.attention, job.probed.needs.dropout)
+        if not_kept:
+            receipts.decline("attention kept", len(layers), not_kept)
+        else:
+            receipts.apply("attention kept", again, len(layers), "output and log-sum-exp; q, k and v are made again")
+
+
+def build_offloader(job: Job, num_layers: int, folder: Path) -> Offloader:
+    """Where layers' kept tensors go, with its share of host memory."""
+    memory, world = job.config.memory, job.world
+    assert memory.offload in ("cpu", "disk"), "resolve() decides memory.offload"
+    if memory.offload_host is not None:
+        limit = int(memory.offload_host * 2**30)
+    else:
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", world.world_size))
+        limit = int(HOST_SHARE * free_host_bytes() / here)
+    disk = DiskFile(folder) if memory.offload == "disk" else None
+    pool = HostPool(limit, pinned=world.device.type == "cuda", disk=disk)
+    keep = int(memory.offload_keep * 2**30)
+    return Offloader(memory.offload, world.device, pool, num_layers, device_bytes=keep)
+
+
+def pack_base(job: Job, layers: list[torch.nn.Module]) -> Packed:
+    """Containers for frozen linears of the decoder layers, which take their weights in fewer bits as these are read."""
+    kind = job.config.model.base_weights
+    assert kind in ("nf4", "int8")
+    placed = place(job.model, layers, kind)
+    if not placed.linears:
+        why = next(iter(placed.left), "its decoder layers have no frozen linear")
+        raise Refused(f'model.base_weights = "{kind}"', why, do='set model.base_weights = "bf16"')
+    return placed
+
+
+def tell_packed(job: Job, packed: Packed) -> None:
+    """Receipt of a quantised base: how much, how well, and what stayed in 16 bits."""
+    size = packed.bytes() / packed.numbers * 8
+    how = f"{packed.bytes() / 2**30:.2f} GiB, {size:.2f} bits a number; dequantised into one shared buffer"
+    checked = {"largest relative error of a weight": job.model.rft_packing_error}
+    job.receipts.apply(f"{packed.kind} base", len(packed.linears), packed.of, how, checked)
+    for why, count in packed.left.items():
+        job.receipts.decline(f"{packed.kind} base", count, why)
+    share = packed.left_numbers / (packed.numbers + packed.left_numbers)
+    if share > 0.05:
+        log.warn(
+            f'model.base_weights = "{packed.kind}": {share:.0%} of the weights in the decoder layers stay in 16 bits '
+            f"({', '.join(packed.left)}): {packed.left_numbers * job.compute_dtype.itemsize / 2**30:.1f} GiB"
+        )
 
 
 def quantise_to_fp8(job: Job, layers: list[torch.nn.Module]) -> None:

@@ -78,11 +78,11 @@ def make_small(config: Config, folder: Path, *, device: str | None = None) -> Sm
         ):
             adapter["targets"] = "all-linear"  # names of single layers: the small copy has fewer
             case.notes.append("adapter.targets names single layers; checked with all-linear")
-    attention = config.model.attention
-    if config.model.base_weights != "bf16" or attention not in ("auto", "sdpa", "math"):
+    attention, base = config.model.attention, config.model.base_weights
+    if base == "fp8" or attention not in ("auto", "sdpa", "math"):
         case.notes.append("checked in fp32: with plain base weights, and attention that computes in it")
         attention = "auto"
-    plain = {"attention": attention, "base_weights": "bf16"}
+    plain = {"attention": attention, "base_weights": "bf16" if base == "fp8" else base}
     case.config = changed(
         config,
         model={"path": str(folder / "model"), "revision": None, "add_tokens": [], **plain},
