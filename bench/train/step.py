@@ -195,7 +195,7 @@ def build_rft(setting: Setting) -> tuple[Step, dict[str, Any]]:
     uses = Counter(id(p) for _, p in trainee.named_parameters(remove_duplicate=False))
     optimizer = BUILDERS[AdamWConfig](
         named, optim, compute_dtype=dtype if dtype != torch.float32 else None, kernels=True,
-        narrow_gradients=frozenset(n for n, p in named if uses[id(p)] == 1),
+        narrow_gradients=frozenset(n for n, p in named if uses[id(p)] == 1 and case.adapter == "none"),
     )  # fmt: skip
     batch = packed(setting.lengths(), packs, config.vocab_size).to(device)
     trainee.train()

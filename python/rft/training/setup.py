@@ -367,10 +367,19 @@ def build_optimizer(
 
 
 def added_once(job: Job, trainee: Trainee, packs_per_step: int | None) -> frozenset[str]:
-    """Trained parameters to whose gradient a step brings one part: nothing is added, so an fp32 tensor for it would hold the same."""
-    if job.mode != "none" or packs_per_step != job.config.train.micro_batch:
+    """Trained parameters to whose gradient a step brings one part, in the compute type: an fp32 tensor for it would hold the same.
+
+    Not those of adapters and of the output head: theirs come in fp32 from where they are made.
+    """
+    if (
+        job.mode != "none"
+        or packs_per_step != job.config.train.micro_batch
+        or isinstance(job.config.adapter, LoraConfig)
+    ):
         return frozenset()
     uses = Counter(id(p) for _, p in trainee.named_parameters(remove_duplicate=False))
+    model: Any = trainee.model
+    uses.update(id(p) for p in model.get_output_embeddings().parameters())
     return frozenset(name for name, p in trainee.named_parameters() if p.requires_grad and uses[id(p)] == 1)
 
 
