@@ -285,9 +285,24 @@ def _add_back(
 ) -> Tensor:
     """total + dy @ weight; `total` is ours and is added to where it lies."""
     if isinstance(weight, fp8.Weight):
-        back = fp8.product_back(*(quantised or fp8.quantise_rows(dy)), weight, dy.dtype)
+        rows = quantised or fp8.quantise_rows(dy)
+        back = fp8.product_back(*rows, weight.by_column, weight.column_scale, dy.dtype)
         return back if total is None else total.add_(back)
     return dy @ weight if total is None else total.addmm_(dy, weight)
+
+
+def _joined_back(
+    dys: Sequence[Tensor | None], linears: Sequence[FrozenLinear], quantised: fp8.Rows | None, dtype: torch.dtype
+) -> Tensor | None:
+    """Sum of dy @ weight over FP8 weights as one product over all their outputs, where they were quantised for that; else None."""
+    weights = [linear.weight for linear in linears if isinstance(linear.weight, fp8.Weight)]
+    given = [dy for dy in dys if dy is not None]
+    if not 2 <= len(weights) == len(given) == len(linears) <= fp8.JOINED:
+        return None
+    columns = fp8.joined_columns(weights)
+    if columns is None:
+        return None
+    return fp8.product_back(*(quantised or fp8.quantise_joined(given)), columns, weights[0].column_scale, dtype)
 
 
 def _flat_gradients(
@@ -315,18 +330,21 @@ def _backward(
     linears: Sequence[FrozenLinear],
     seeds: Tensor | None,
     need_rows: bool,
-    quantised: Sequence[fp8.Rows | None] | None = None,
+    quantised: fp8.Rows | None = None,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """(gradient of the rows, those of every tensor as `_flatten` orders them). quantised: of each dy, where its kernel gave it."""
+    """(gradient of the rows, those of every tensor as `_flatten` orders them). quantised: of the dys side by side, where their kernel
+    gave it."""
     branches = _branches(linears)
     dS, dBs = _gradients_of_B(dys, S, linears)
     d_rows: Tensor | None = None
     if need_rows:
         late = any(isinstance(linear.weight, fp8.Weight) for linear in linears)  # its product adds to nothing
         d_rows = None if late else _add_low_rank(None, dS, branches, seeds, rows.dtype)
-        for dy, linear, q in zip(dys, linears, quantised or [None] * len(linears), strict=True):
+        together = _joined_back(dys, linears, quantised, rows.dtype)
+        for dy, linear in zip(dys, linears, strict=True) if together is None else ():
             if dy is not None:
-                d_rows = _add_back(d_rows, dy, linear.weight, q)
+                d_rows = _add_back(d_rows, dy, linear.weight)
+        d_rows = d_rows if together is None else together
         d_rows = _add_low_rank(d_rows, dS, branches, seeds, rows.dtype) if late else d_rows
         d_rows = torch.zeros_like(rows) if d_rows is None else d_rows
     return d_rows, _flat_gradients(dys, linears, _gradients_of_A(dS, rows, branches, seeds), dBs)
@@ -399,7 +417,8 @@ class _LoraGatedMlp(torch.autograd.Function):
         # dh first, without what needs h: then one kernel reads gate and up and gives h and both of their gradients
         dS_down, dBs = _gradients_of_B((dy,), S_down, (down,))
         want_h, quantised = dS_down is not None, None
-        is_fp8 = any(isinstance(linear.weight, fp8.Weight) for linear in (gate, up))
+        weights = [linear.weight for linear in (gate, up) if isinstance(linear.weight, fp8.Weight)]
+        is_fp8 = len(weights) == 2 and fp8.joined_columns(weights) is not None
         if ctx.fused:
             dh, d_branch = _add_back(None, dy, down.weight), None
             if dS_down is not None and seeds_down is None:
@@ -408,7 +427,7 @@ class _LoraGatedMlp(torch.autograd.Function):
                 _add_low_rank(dh, dS_down, down.branches, seeds_down, dh.dtype)
             gate_branch, up_branch = _low_rank((gate, up), S)
             if is_fp8:
-                h, dg, du, *quantised = lora_gated_activation_backward_fp8(
+                h, dg, du, quantised = lora_gated_activation_backward_fp8(
                     dh, g, u, d_branch, gate_branch, up_branch, ctx.activation, want_output=want_h
                 )
             else:
@@ -422,7 +441,7 @@ class _LoraGatedMlp(torch.autograd.Function):
             if late:
                 _add_low_rank(dh, dS_down, down.branches, seeds_down, dh.dtype)
             if is_fp8:
-                h, dg, du, *quantised = gated_activation_backward_fp8(dh, g, u, ctx.activation, want_output=want_h)
+                h, dg, du, quantised = gated_activation_backward_fp8(dh, g, u, ctx.activation, want_output=want_h)
             else:
                 h, dg, du = gated_activation_backward(dh, g, u, ctx.activation, want_output=want_h)
         del dh

@@ -129,15 +129,13 @@ def _row_maximum(largest, x):
 
 
 @triton.jit
-def _quantise_stored(x_ptr, q_ptr, scale_ptr, largest, row, N, in_rows, BLOCK_N: tl.constexpr):
-    """Rows that this program has stored, quantised. row: (BLOCK_T, 1)."""
-    scale = fp8.scale_of(largest)[:, None]
-    tl.store(scale_ptr + row, scale, mask=in_rows)
+def _quantise_stored(x_ptr, q_ptr, q_stride, scale, row, N, in_rows, BLOCK_N: tl.constexpr):
+    """Rows (T, N) that this program has stored, quantised. row, scale: (BLOCK_T, 1)."""
     for start in range(0, N, BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)[None, :]
         mask = in_rows & (cols < N)
         x = tl.load(x_ptr + row * N + cols, mask=mask, other=0.0).to(tl.float32)
-        tl.store(q_ptr + row * N + cols, fp8.quotient(x, scale).to(q_ptr.dtype.element_ty), mask=mask)
+        tl.store(q_ptr + row * q_stride + cols, fp8.quotient(x, scale).to(q_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -176,22 +174,23 @@ def _lora_forward_fp8_kernel(
         h = (a * u).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + row * N + cols, h, mask=in_rows & in_cols)
         largest = _row_maximum(largest, h.to(tl.float32))
+    scale = fp8.scale_of(largest)[:, None]
+    tl.store(scale_ptr + row, scale, mask=in_rows)
     tl.debug_barrier()  # what one thread stored, another reads
-    _quantise_stored(out_ptr, q_ptr, scale_ptr, largest, row, N, in_rows, BLOCK_N)
+    _quantise_stored(out_ptr, q_ptr, N, scale, row, N, in_rows, BLOCK_N)
 
 
 @triton.jit
 def _lora_backward_fp8_kernel(
     grad_ptr, grad_stride, gate_ptr, gate_stride, up_ptr, up_stride, d_gate_ptr, d_up_ptr, out_ptr,
-    gate_q_ptr, gate_scale_ptr, up_q_ptr, up_scale_ptr, dl_ptr, dl_stride, dr_ptr, dr_stride, d_rank,
+    q_ptr, scale_ptr, dl_ptr, dl_stride, dr_ptr, dr_stride, d_rank,
     gl_ptr, gl_stride, gr_ptr, gr_stride, g_rank, ul_ptr, ul_stride, ur_ptr, ur_stride, u_rank, T, N,
     KIND: tl.constexpr, R_D: tl.constexpr, R_G: tl.constexpr, R_U: tl.constexpr, PRECISION: tl.constexpr,
     WANT_OUTPUT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
     in_rows = row < T
-    gate_largest = tl.zeros((BLOCK_T,), tl.float32)
-    up_largest = tl.zeros((BLOCK_T,), tl.float32)
+    largest = tl.zeros((BLOCK_T,), tl.float32)
     for start in range(0, N, BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)[None, :]
         in_cols = cols < N
@@ -236,11 +235,12 @@ def _lora_backward_fp8_kernel(
         tl.store(d_up_ptr + row * N + cols, d_up, mask=mask)
         if WANT_OUTPUT:
             tl.store(out_ptr + row * N + cols, a * u, mask=mask)
-        gate_largest = _row_maximum(gate_largest, d_gate.to(tl.float32))
-        up_largest = _row_maximum(up_largest, d_up.to(tl.float32))
+        largest = _row_maximum(_row_maximum(largest, d_gate.to(tl.float32)), d_up.to(tl.float32))
+    scale = fp8.scale_of(largest)[:, None]
+    tl.store(scale_ptr + row, scale, mask=in_rows)
     tl.debug_barrier()  # what one thread stored, another reads
-    _quantise_stored(d_gate_ptr, gate_q_ptr, gate_scale_ptr, gate_largest, row, N, in_rows, BLOCK_N)
-    _quantise_stored(d_up_ptr, up_q_ptr, up_scale_ptr, up_largest, row, N, in_rows, BLOCK_N)
+    _quantise_stored(d_gate_ptr, q_ptr, 2 * N, scale, row, N, in_rows, BLOCK_N)
+    _quantise_stored(d_up_ptr, q_ptr + N, 2 * N, scale, row, N, in_rows, BLOCK_N)
 
 
 def _arguments(left: Tensor | None, right: Tensor | None) -> tuple:
@@ -336,25 +336,25 @@ def _(gate, up, gl, gr, ul, ur, activation):
 def _lora_gated_activation_backward_fp8(
     grad: Tensor, gate: Tensor, up: Tensor, dl: Tensor | None, dr: Tensor | None, gl: Tensor | None, gr: Tensor | None,
     ul: Tensor | None, ur: Tensor | None, activation: str, want_output: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(d_gate, d_up, y or an empty tensor, d_gate quantised and its scales, d_up likewise)."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(d_gate, d_up, y or an empty tensor, [d_gate | d_up] quantised and its scales)."""
     T, N = gate.shape
     d_gate, d_up, out = _three(gate, want_output)
-    gate_rows, up_rows = (fp8.empty_rows(T, N, gate.device) for _ in range(2))
+    rows = fp8.empty_rows(T, 2 * N, gate.device)
     if T * N:
         with launch.on_device_of(gate):
             _lora_backward_fp8_kernel[(triton.cdiv(T, FP8_BLOCK_T),)](
-                grad, grad.stride(0), gate, gate.stride(0), up, up.stride(0), d_gate, d_up, out, *gate_rows, *up_rows,
+                grad, grad.stride(0), gate, gate.stride(0), up, up.stride(0), d_gate, d_up, out, *rows,
                 *_arguments(dl, dr), *_arguments(gl, gr), *_arguments(ul, ur), T, N,
                 KIND=activation, R_D=_padded(dl), R_G=_padded(gl), R_U=_padded(ul), PRECISION=_precision(gate),
                 WANT_OUTPUT=want_output, BLOCK_T=FP8_BLOCK_T, BLOCK_N=FP8_BLOCK_N, num_warps=FP8_NUM_WARPS,
             )  # fmt: skip
-    return d_gate, d_up, out, *fp8.landed(gate_rows), *fp8.landed(up_rows)
+    return d_gate, d_up, out, *fp8.landed(rows)
 
 
 @_lora_gated_activation_backward_fp8.register_fake
 def _(grad, gate, up, dl, dr, gl, gr, ul, ur, activation, want_output):
-    return *_three(gate, want_output), *fp8.fake_rows(gate), *fp8.fake_rows(gate)
+    return *_three(gate, want_output), *fp8.fake_rows(gate.new_empty(gate.shape[0], 2 * gate.shape[1]))
 
 
 def _check(gate: Tensor, *tensors: Tensor, branches: tuple[LowRank | None, ...]) -> None:
@@ -418,12 +418,12 @@ def lora_gated_activation_fp8(
 def lora_gated_activation_backward_fp8(
     grad: Tensor, gate: Tensor, up: Tensor, grad_branch: LowRank | None, gate_branch: LowRank | None, up_branch: LowRank | None,
     activation: Activation = "silu", *, want_output: bool = False,
-) -> tuple[Tensor | None, Tensor, Tensor, fp8.Rows, fp8.Rows]:  # fmt: skip
-    """`lora_gated_activation_backward`, and the gradients of gate and up quantised by row."""
+) -> tuple[Tensor | None, Tensor, Tensor, fp8.Rows]:  # fmt: skip
+    """`lora_gated_activation_backward`, and [gradient of gate | gradient of up] (T, 2 N) quantised by row."""
     _check_activation(activation)
     _check(gate, up, grad, branches=(grad_branch, gate_branch, up_branch))
     grad, gate, up = (launch.with_unit_columns(t) for t in (grad, gate, up))
     d_gate, d_up, out, *rows = _lora_gated_activation_backward_fp8(
         grad, gate, up, *_flat(grad_branch, gate_branch, up_branch), activation, want_output
     )
-    return out if want_output else None, d_gate, d_up, fp8.Rows(*rows[:2]), fp8.Rows(*rows[2:])
+    return out if want_output else None, d_gate, d_up, fp8.Rows(*rows)

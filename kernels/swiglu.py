@@ -138,17 +138,15 @@ def _forward_fp8_kernel(
 @triton.jit
 def _backward_fp8_kernel(
     grad_ptr, grad_stride, gate_ptr, gate_stride, up_ptr, up_stride, d_gate_ptr, d_up_ptr, out_ptr,
-    gate_q_ptr, gate_scale_ptr, up_q_ptr, up_scale_ptr, N,
-    KIND: tl.constexpr, WANT_OUTPUT: tl.constexpr, BLOCK: tl.constexpr,
+    q_ptr, scale_ptr, N, KIND: tl.constexpr, WANT_OUTPUT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row: the gradients of gate and up as `_backward_kernel` stores them, and both quantised."""
+    """One row: the gradients of gate and up as `_backward_kernel` stores them, and quantised side by side."""
     row = tl.program_id(0).to(tl.int64)
     grad_ptr += row * grad_stride
     gate_ptr += row * gate_stride
     up_ptr += row * up_stride
     cols = tl.arange(0, BLOCK)
-    gate_largest = tl.zeros((BLOCK,), tl.float32)
-    up_largest = tl.zeros((BLOCK,), tl.float32)
+    largest = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, N, BLOCK):
         mask = start + cols < N
         d = tl.load(grad_ptr + start + cols, mask=mask, other=0.0).to(tl.float32)
@@ -161,12 +159,10 @@ def _backward_fp8_kernel(
         tl.store(d_up_ptr + row * N + start + cols, d_up, mask=mask)
         if WANT_OUTPUT:
             tl.store(out_ptr + row * N + start + cols, a * u, mask=mask)
-        gate_largest = tl.maximum(gate_largest, tl.abs(d_gate.to(tl.float32)))
-        up_largest = tl.maximum(up_largest, tl.abs(d_up.to(tl.float32)))
-    gate_scale = fp8.scale_of(tl.max(gate_largest, axis=0))
-    up_scale = fp8.scale_of(tl.max(up_largest, axis=0))
-    tl.store(gate_scale_ptr + row, gate_scale)
-    tl.store(up_scale_ptr + row, up_scale)
+        largest = tl.maximum(largest, tl.maximum(tl.abs(d_gate.to(tl.float32)), tl.abs(d_up.to(tl.float32))))
+    scale = fp8.scale_of(tl.max(largest, axis=0))
+    tl.store(scale_ptr + row, scale)
+    q_ptr += row * 2 * N
     for start in range(0, N, BLOCK):  # made again: what was stored may not yet be seen by other threads of the program
         mask = start + cols < N
         d = tl.load(grad_ptr + start + cols, mask=mask, other=0.0).to(tl.float32)
@@ -175,10 +171,8 @@ def _backward_fp8_kernel(
         a, slope = _activate(g, KIND)
         d_gate = (d * u * slope).to(d_gate_ptr.dtype.element_ty).to(tl.float32)
         d_up = (d * a).to(d_up_ptr.dtype.element_ty).to(tl.float32)
-        gate_q = fp8.quotient(d_gate, gate_scale).to(gate_q_ptr.dtype.element_ty)
-        up_q = fp8.quotient(d_up, up_scale).to(up_q_ptr.dtype.element_ty)
-        tl.store(gate_q_ptr + row * N + start + cols, gate_q, mask=mask)
-        tl.store(up_q_ptr + row * N + start + cols, up_q, mask=mask)
+        tl.store(q_ptr + start + cols, fp8.quotient(d_gate, scale).to(q_ptr.dtype.element_ty), mask=mask)
+        tl.store(q_ptr + N + start + cols, fp8.quotient(d_up, scale).to(q_ptr.dtype.element_ty), mask=mask)
 
 
 def _rows_of(*tensors: Tensor) -> tuple[int, int]:
@@ -292,35 +286,35 @@ def gated_activation_fp8(
 @torch.library.custom_op("rft::gated_activation_backward_fp8", mutates_args=())
 def _gated_activation_backward_fp8(
     grad: Tensor, gate: Tensor, up: Tensor, activation: str, want_output: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     grad = launch.with_unit_columns(grad)
     M, N = gate.shape
     d_gate, d_up = (torch.empty(M, N, dtype=gate.dtype, device=gate.device) for _ in range(2))
     out = torch.empty(M if want_output else 0, N, dtype=gate.dtype, device=gate.device)
-    gate_rows, up_rows = (fp8.empty_rows(M, N, gate.device) for _ in range(2))
+    rows = fp8.empty_rows(M, 2 * N, gate.device)
     if M and N:
         with launch.on_device_of(gate):
             _backward_fp8_kernel[(M,)](
-                grad, grad.stride(0), gate, gate.stride(0), up, up.stride(0), d_gate, d_up, out, *gate_rows, *up_rows, N,
+                grad, grad.stride(0), gate, gate.stride(0), up, up.stride(0), d_gate, d_up, out, *rows, N,
                 KIND=activation, WANT_OUTPUT=want_output, BLOCK=launch.power_of_two(N, most=ROW_BLOCK), num_warps=8,
             )  # fmt: skip
-    return out, d_gate, d_up, *fp8.landed(gate_rows), *fp8.landed(up_rows)
+    return out, d_gate, d_up, *fp8.landed(rows)
 
 
 @_gated_activation_backward_fp8.register_fake
 def _(grad, gate, up, activation, want_output):
     d_gate, d_up = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
     out = gate.new_empty(gate.shape[0] if want_output else 0, gate.shape[1])
-    return out, d_gate, d_up, *fp8.fake_rows(gate), *fp8.fake_rows(gate)
+    return out, d_gate, d_up, *fp8.fake_rows(gate.new_empty(gate.shape[0], 2 * gate.shape[1]))
 
 
 def gated_activation_backward_fp8(
     grad: Tensor, gate: Tensor, up: Tensor, activation: Activation = "silu", *, want_output: bool = False
-) -> tuple[Tensor | None, Tensor, Tensor, fp8.Rows, fp8.Rows]:
-    """What `gated_activation_backward` gives, and the gradients of gate and up quantised by row."""
+) -> tuple[Tensor | None, Tensor, Tensor, fp8.Rows]:
+    """What `gated_activation_backward` gives, and [gradient of gate | gradient of up] (M, 2 N) quantised by row."""
     _check_activation(activation)
     out, d_gate, d_up, *rows = _gated_activation_backward_fp8(grad, gate, up, activation, want_output)
-    return out if want_output else None, d_gate, d_up, fp8.Rows(*rows[:2]), fp8.Rows(*rows[2:])
+    return out if want_output else None, d_gate, d_up, fp8.Rows(*rows)
 
 
 def gated_activation_backward(
