@@ -272,9 +272,21 @@ def _add_back(
 ) -> Tensor:  # fmt: skip
     """total + dy @ weight; `total` is ours and is added to where it lies."""
     if isinstance(weight, fp8.Weight):
-        back = fp8.product_back(*fp8.quantise_rows(dy), weight, dy.dtype)
+        back = fp8.product_back(*fp8.quantise_rows(dy), weight.by_column, weight.column_scale, dy.dtype)
         return back if total is None else total.add_(back)
     return dy @ weight if total is None else total.addmm_(dy, weight)
+
+
+def _joined_back(dys: Sequence[Tensor | None], linears: Sequence[FrozenLinear], dtype: torch.dtype) -> Tensor | None:
+    """Sum of dy @ weight over FP8 weights as one product over all their outputs, where they were quantised for that; else None."""
+    weights = [linear.weight for linear in linears if isinstance(linear.weight, fp8.Weight)]
+    given = [dy for dy in dys if dy is not None]
+    if not 2 <= len(weights) == len(given) == len(linears) <= fp8.JOINED:
+        return None
+    columns = fp8.joined_columns(weights)
+    if columns is None:
+        return None
+    return fp8.product_back(*fp8.quantise_joined(given), columns, weights[0].column_scale, dtype)
 
 
 def _flat_gradients(
@@ -311,9 +323,11 @@ def _backward(
     if need_rows:
         late = any(isinstance(linear.weight, fp8.Weight) for linear in linears)  # its product adds to nothing
         d_rows = None if late else _add_low_rank(None, dS, A, branches, seeds)
-        for dy, linear in zip(dys, linears, strict=True):
+        together = _joined_back(dys, linears, rows.dtype)
+        for dy, linear in zip(dys, linears, strict=True) if together is None else ():
             if dy is not None:
                 d_rows = _add_back(d_rows, dy, linear.weight)
+        d_rows = d_rows if together is None else together
         d_rows = _add_low_rank(d_rows, dS, A, branches, seeds) if late else d_rows
         d_rows = torch.zeros_like(rows) if d_rows is None else d_rows
     return d_rows, _flat_gradients(dys, linears, _gradients_of_A(dS, rows, branches, seeds), dBs)

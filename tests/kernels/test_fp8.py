@@ -96,13 +96,13 @@ def mlp(device, dtype, r, frozen):
     def draw(*shape):
         return (torch.randn(*shape, device=device) * shape[-1] ** -0.5).to(dtype)
 
-    def linear(N, K):
-        weight = draw(N, K)
-        branches = (Branch(draw(r, K).requires_grad_(), draw(N, r).requires_grad_(), 0.7),) if r else ()
-        return FrozenLinear(fp8.quantise_weight(weight) if frozen == "fp8" else weight, None, branches)
-
     torch.manual_seed(1)
-    return linear(96, 32), linear(96, 32), linear(32, 96)
+    sizes = ((96, 32), (96, 32), (32, 96))
+    weights = [draw(*size) for size in sizes]
+    branches = [(Branch(draw(r, K).requires_grad_(), draw(N, r).requires_grad_(), 0.7),) if r else () for N, K in sizes]
+    if frozen == "fp8":
+        weights = [*fp8.quantise_weights(weights[:2]), fp8.quantise_weight(weights[2])]
+    return [FrozenLinear(w, None, b) for w, b in zip(weights, branches, strict=True)]
 
 
 ROWS = {torch.float32: 48, torch.bfloat16: 2048}
