@@ -170,7 +170,8 @@ def _candidates(module: nn.Module) -> list[Candidate] | str:
 
 def _building(plan: Plan):
     def build(original: nn.Module) -> nn.Module:
-        made = as_class(original, _fused_class(type(original)))  # type: ignore[arg-type]
+        kind: Any = type(original)
+        made = as_class(original, _fused_class(kind))
         made.__dict__["rft_plan"] = plan
         return made
 

@@ -97,7 +97,7 @@ def quantise_base(
             total += 1
             why = fp8.why_not(module.weight, None)
             if index < keep_ends or index >= len(layers) - keep_ends:
-                why = "in the first or last layer"
+                why = "in the first or last layer" if keep_ends == 1 else f"in the first or last {keep_ends} layers"
             elif module.weight.requires_grad:
                 why = "trained"
             if why:

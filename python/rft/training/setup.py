@@ -288,9 +288,11 @@ def build_trainee(job: Job) -> Trainee:
 def quantise_to_fp8(job: Job, layers: list[torch.nn.Module]) -> None:
     """Frozen linears of the decoder layers in FP8, once their weights are there."""
     from rft.models.decoder_layer import readers_of_one_input
-    from rft.quant.fp8 import quantise_base
+    from rft.quant.fp8 import KEPT_AT_EACH_END, quantise_base
 
-    done = quantise_base(layers, readers=readers_of_one_input)
+    keep = job.config.model.keep_ends
+    keep = KEPT_AT_EACH_END if keep is None else keep
+    done = quantise_base(layers, keep_ends=keep, readers=readers_of_one_input)
     how = "e4m3 by row, both layouts; LoRA on unquantised inputs"
     job.receipts.apply("fp8 base", done.count, done.of, how, {"largest relative error of a weight": done.error})
     for why, count in done.left.items():
