@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from rft.models.head import KERNEL_ALLOWED, Head, auto_chunk_rows, compare_kerne
 from rft.models.load import build_meta, find_model, materialise
 from rft.models.probe import Probed, probe_architecture, require_packing
 from rft.models.receipts import Receipts
+from rft.models.rope import settle_dynamic
 from rft.models.source import ModelSource
 from rft.models.surgery import apply_swaps, why_no_kernels
 from rft.models.tokenizer import TokenizerFiles, load_tokenizer
@@ -47,7 +48,15 @@ from rft.parallel.mesh import World
 from rft.training.decision import Decision
 from rft.training.flops import count_flops
 from rft.training.machine import Machine, free_host_bytes, inspect_machine, limit_threads
-from rft.training.resolve import plan_packs_per_step, plan_total_steps, resolve, resolve_for_data, resolve_precision
+from rft.training.resolve import (
+    plan_packs_per_step,
+    plan_total_steps,
+    resolve,
+    resolve_for_data,
+    resolve_precision,
+    resolve_rope,
+    tell_rope,
+)
 from rft.training.resume import accumulate_on_resume
 from rft.training.run import Run
 from rft.training.signals import Signals
@@ -105,7 +114,11 @@ def inspect_job(config: Config, world: World, *, kernels: bool | None = None) ->
     limit_threads()
     machine = inspect_machine(world.device, world.world_size)
     config, decisions = resolve_precision(config, machine)
+    config, of_rope = resolve_rope(config)
+    decisions += of_rope
     source = find_model(config.model)
+    config, of_rope = tell_rope(config, source.rope)
+    decisions += of_rope
     tokenizer = load_tokenizer(config.model)
     compute_dtype = DTYPES[config.train.precision]
     master_dtype = torch.float32 if compute_dtype == torch.float32 else DTYPES[config.train.master]
@@ -128,6 +141,11 @@ def inspect_job(config: Config, world: World, *, kernels: bool | None = None) ->
         receipts.ask("full fine-tuning")
         train_everything(model, dtype=master_dtype)
     facts = describe(model)
+    if source.rope:
+        facts = replace(facts, max_positions=config.model.rope.target_length)
+        receipts.apply("positions", facts.num_layers, facts.num_layers, source.rope)
+        if config.model.rope.method == "none":
+            log.warn(f"positions beyond those that the model was trained for, without scaling: {source.rope}")
     no_kernels = why_no_kernels(world.device) if kernels is None else None if kernels else "switched off by the caller"
     if no_kernels:
         receipts.decline("kernels", 0, no_kernels)
@@ -278,6 +296,7 @@ def build_trainee(job: Job, run_dir: Path | None = None) -> Trainee:
         how = {"shard": "FSDP2, a group a layer", "replicate": "gradients summed in fp32 during the backward"}[job.mode]
         job.receipts.apply(f"parallel {job.mode}", 1, 1, f"{world.world_size} ranks, {how}")
     materialise(model, job.source, world.device, root=trainee, local_part=local_part)
+    settle_dynamic(model, config.model.rope.target_length)
     if isinstance(config.adapter, LoraConfig):
         initialise(model, config.adapter, seed=config.train.seed, local_part=local_part)
     if config.model.base_weights == "fp8":
