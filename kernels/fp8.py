@@ -23,6 +23,13 @@ LARGEST = 448.0
 BLOCK = 4096
 
 
+class Rows(NamedTuple):
+    """q (M, N) e4m3 and scale (M, 1) fp32 with q * scale ~ x."""
+
+    q: Tensor
+    scale: Tensor
+
+
 class Weight(NamedTuple):
     """A frozen (N, K) weight in both layouts. Scales are fp32, (N, 1) and (K, 1)."""
 
@@ -41,11 +48,34 @@ class Weight(NamedTuple):
         return self.by_row.float() * self.row_scale
 
 
-def quantise_rows_reference(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(q (M, N) e4m3, scale (M, 1) fp32) in plain torch."""
+def quantise_rows_reference(x: Tensor) -> Rows:
+    """In plain torch."""
     x = x.float()
     scale = x.abs().amax(-1, keepdim=True).clamp_min(1e-12) / LARGEST
-    return (x / scale).clamp(-LARGEST, LARGEST).to(DTYPE), scale
+    return Rows((x / scale).clamp(-LARGEST, LARGEST).to(DTYPE), scale)
+
+
+@triton.jit
+def scale_of(largest):
+    """Scale of a row (or of rows) from its largest absolute value, fp32."""
+    return tl.maximum(largest, 1e-12) / 448.0
+
+
+@triton.jit
+def quotient(x, scale):
+    """What is stored of x, fp32, before it is rounded to e4m3."""
+    return tl.minimum(tl.maximum(x / scale, -448.0), 448.0)
+
+
+def empty_rows(M: int, N: int, device: torch.device) -> Rows:
+    """Where a kernel puts quantised rows; `landed` gives them out. The interpreter has no e4m3 stores to trust: fp32 there."""
+    q = torch.empty(M, N, dtype=torch.float32 if launch.INTERPRETED else DTYPE, device=device)
+    return Rows(q, torch.empty(M, 1, dtype=torch.float32, device=device))
+
+
+def landed(rows: Rows) -> Rows:
+    """Rows that a kernel has filled, in e4m3."""
+    return Rows(rows.q.to(DTYPE), rows.scale)
 
 
 @triton.jit
@@ -57,27 +87,24 @@ def _quantise_kernel(x_ptr, x_stride, q_ptr, scale_ptr, N, ONE_BLOCK: tl.constex
     cols = tl.arange(0, BLOCK)
     if ONE_BLOCK:
         x = tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
-        scale = tl.maximum(tl.max(tl.abs(x), axis=0), 1e-12) / 448.0
-        q = tl.minimum(tl.maximum(x / scale, -448.0), 448.0)
-        tl.store(q_ptr + cols, q.to(q_ptr.dtype.element_ty), mask=cols < N)
+        scale = scale_of(tl.max(tl.abs(x), axis=0))
+        tl.store(q_ptr + cols, quotient(x, scale).to(q_ptr.dtype.element_ty), mask=cols < N)
     else:
         largest = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, N, BLOCK):
             x = tl.load(x_ptr + start + cols, mask=start + cols < N, other=0.0).to(tl.float32)
             largest = tl.maximum(largest, tl.abs(x))
-        scale = tl.maximum(tl.max(largest, axis=0), 1e-12) / 448.0
+        scale = scale_of(tl.max(largest, axis=0))
         for start in range(0, N, BLOCK):  # again from L2
             x = tl.load(x_ptr + start + cols, mask=start + cols < N, other=0.0).to(tl.float32)
-            q = tl.minimum(tl.maximum(x / scale, -448.0), 448.0)
-            tl.store(q_ptr + start + cols, q.to(q_ptr.dtype.element_ty), mask=start + cols < N)
+            tl.store(q_ptr + start + cols, quotient(x, scale).to(q_ptr.dtype.element_ty), mask=start + cols < N)
     tl.store(scale_ptr + row, scale)
 
 
 @torch.library.custom_op("rft::fp8_quantise_rows", mutates_args=())
 def _quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     M, N = x.shape
-    q = torch.empty(M, N, dtype=DTYPE, device=x.device)
-    scale = x.new_empty(M, 1, dtype=torch.float32)
+    q, scale = empty_rows(M, N, x.device)
     if M and N:
         block = launch.power_of_two(N, most=1 << 14)
         with launch.on_device_of(x):
@@ -85,19 +112,24 @@ def _quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
                 x, x.stride(0), q, scale, N, ONE_BLOCK=block >= N, BLOCK=block if block >= N else BLOCK,
                 num_warps=max(1, min(16, block // 512)),
             )  # fmt: skip
-    return q, scale
+    return landed(Rows(q, scale))
 
 
 @_quantise_rows.register_fake
 def _(x):
-    return torch.empty(x.shape, dtype=DTYPE, device=x.device), x.new_empty(x.shape[0], 1, dtype=torch.float32)
+    return fake_rows(x)
 
 
-def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(q (M, N) e4m3, scale (M, 1) fp32) with q * scale ~ x. x: (M, N), any float dtype and row stride."""
-    if not x.is_cuda:  # the interpreter has no e4m3 stores to trust
+def fake_rows(x: Tensor) -> Rows:
+    """Empty rows of the shape of x: what fake kernels answer."""
+    return Rows(torch.empty(x.shape, dtype=DTYPE, device=x.device), x.new_empty(x.shape[0], 1, dtype=torch.float32))
+
+
+def quantise_rows(x: Tensor) -> Rows:
+    """Rows of x: (M, N), any float dtype and row stride."""
+    if not x.is_cuda:  # the same numbers, much faster than in the interpreter
         return quantise_rows_reference(x)
-    return _quantise_rows(launch.with_unit_columns(x))
+    return Rows(*_quantise_rows(launch.with_unit_columns(x)))
 
 
 def quantise_weight(weight: Tensor) -> Weight:

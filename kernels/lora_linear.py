@@ -1,11 +1,15 @@
 """Linears over frozen weights with low-rank branches, and a whole gated MLP of them: y = x @ W.T + bias + sum of scale (x @ A.T) @ B.T.
 
 T tokens, K inputs, N outputs, r rank. The large products are cuBLAS's. What is saved around them: linears that share an input
-share one product with all their A's; a branch is added into the output where it lies (`addmm_`, no pass of its own over N columns);
+share one product with all their A's; a branch is written first and the large product adds itself to it (cuBLAS reads it in its
+last step, where a branch added behind would be a pass over N columns of its own; FP8 products cannot, so there it is that pass);
 backward reads each dy once for both of a branch's gradients (lora.py); gradients of A and B leave in fp32; W gets none. The gated
-MLP keeps gate and up and makes activation(gate) * up again in the backward pass, in the kernel that reads them anyway.
+MLP keeps the large products of gate and up; their branches are added, and activation(gate) * up is made again in the backward pass,
+in the kernels that read them anyway (lora_swiglu.py).
 
-A weight may be FP8 (fp8.py): then the large products alone are FP8, and the branches see the unquantised input.
+A weight may be FP8 (fp8.py): then the large products alone are FP8, and the branches see the unquantised input. Quantised rows come from
+whoever makes the input (the norm before, the activation inside, their gradients' kernel) or are made here. Dropout of a branch's input
+is drawn where it is needed, in both passes, and never stored (dropout.py).
 Not registered as single ops: `torch.compile` traces through the autograd functions and stops at the registered ops inside.
 """
 
@@ -20,21 +24,33 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rft.kernels import fp8
+from rft.kernels.dropout import add_dropped, draw_seeds, dropped
 from rft.kernels.lora import lowrank_gradients
+from rft.kernels.lora_swiglu import (
+    MAX_RANK,
+    LowRank,
+    lora_gated_activation,
+    lora_gated_activation_backward,
+    lora_gated_activation_backward_fp8,
+    lora_gated_activation_fp8,
+)
 from rft.kernels.swiglu import (
     Activation,
     gated_activation,
     gated_activation_backward,
+    gated_activation_backward_fp8,
+    gated_activation_fp8,
     gated_activation_reference,
 )
 
 
 class Branch(NamedTuple):
-    """A low-rank branch. A: (r, K); B: (N, r)."""
+    """A low-rank branch. A: (r, K); B: (N, r). dropout: probability with which the branch does not see an element of its input."""
 
     A: Tensor
     B: Tensor
     scale: float
+    dropout: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -52,7 +68,7 @@ class FrozenLinear:
 
 
 def lora_linears_reference(x: Tensor, linears: Sequence[FrozenLinear]) -> tuple[Tensor, ...]:
-    """In plain torch and fp32, in the dtype of x."""
+    """In plain torch and fp32, in the dtype of x; without dropout."""
     outs = []
     for linear in linears:
         y = x.float() @ _plain(linear.weight).float().t()
@@ -83,11 +99,12 @@ class _Layout(NamedTuple):
     """Where a linear's tensors lie in the flat list: base (1 or 4), bias, then A and B of each branch."""
 
     is_fp8: bool
-    scales: tuple[float, ...]
+    branches: tuple[tuple[float, float], ...]
+    """(scale, dropout) of each."""
 
     @property
     def size(self) -> int:
-        return (4 if self.is_fp8 else 1) + 1 + 2 * len(self.scales)
+        return (4 if self.is_fp8 else 1) + 1 + 2 * len(self.branches)
 
 
 def _flatten(linears: Sequence[FrozenLinear]) -> tuple[tuple[_Layout, ...], list[Tensor | None]]:
@@ -99,7 +116,7 @@ def _flatten(linears: Sequence[FrozenLinear]) -> tuple[tuple[_Layout, ...], list
         flat.append(linear.bias)
         for branch in linear.branches:
             flat += [branch.A, branch.B]
-        layouts.append(_Layout(is_fp8, tuple(b.scale for b in linear.branches)))
+        layouts.append(_Layout(is_fp8, tuple((b.scale, b.dropout) for b in linear.branches)))
     return tuple(layouts), flat
 
 
@@ -110,110 +127,209 @@ def _unflatten(layouts: Sequence[_Layout], flat: Sequence[Tensor]) -> list[Froze
         weight = fp8.Weight(*flat[at : at + size]) if layout.is_fp8 else flat[at]
         bias = flat[at + size]
         pairs = flat[at + size + 1 : at + layout.size]
-        branches = tuple(Branch(pairs[2 * i], pairs[2 * i + 1], s) for i, s in enumerate(layout.scales))
+        branches = tuple(Branch(pairs[2 * i], pairs[2 * i + 1], *given) for i, given in enumerate(layout.branches))
         linears.append(FrozenLinear(weight, bias, branches))
         at += layout.size
     return linears
 
 
+def _branches(linears: Sequence[FrozenLinear]) -> list[Branch]:
+    return [branch for linear in linears for branch in linear.branches]
+
+
+def _seeds_for(linears: Sequence[FrozenLinear], device: torch.device) -> Tensor | None:
+    """A seed a branch, drawn only where one drops."""
+    branches = _branches(linears)
+    return draw_seeds(len(branches), device) if any(b.dropout for b in branches) else None
+
+
 class _Input:
     """The rows that several linears read, quantised at most once."""
 
-    def __init__(self, rows: Tensor):
+    def __init__(self, rows: Tensor, quantised: fp8.Rows | None):
         self.rows = rows
-        self._fp8: tuple[Tensor, Tensor] | None = None
+        self._fp8 = quantised
 
-    def times(self, weight: Tensor | fp8.Weight, bias: Tensor | None) -> Tensor:
-        """rows @ weight.T + bias"""
+    def times(self, weight: Tensor | fp8.Weight, bias: Tensor | None, branch: LowRank | None = None) -> Tensor:
+        """rows @ weight.T + bias + branch"""
+        kind = self.rows.dtype
         if isinstance(weight, fp8.Weight):
             if self._fp8 is None:
                 self._fp8 = fp8.quantise_rows(self.rows)
-            return fp8.product(*self._fp8, weight, bias, self.rows.dtype)
-        if bias is not None:
-            return torch.addmm(bias.to(self.rows.dtype), self.rows, weight.t())
-        return self.rows @ weight.t()
+            y = fp8.product(*self._fp8, weight, bias, kind)
+            return y if branch is None else y.addmm_(branch.left, branch.right.t())
+        if branch is not None:
+            left, right = branch.left, branch.right.t()
+            y = left @ right if bias is None else torch.addmm(bias.to(kind), left, right)
+            return y.addmm_(self.rows, weight.t())
+        return self.rows @ weight.t() if bias is None else torch.addmm(bias.to(kind), self.rows, weight.t())
 
 
-def _stacked_A(linears: Sequence[FrozenLinear], dtype: torch.dtype) -> Tensor | None:
-    matrices = [b.A.to(dtype) for linear in linears for b in linear.branches]
-    return None if not matrices else matrices[0] if len(matrices) == 1 else torch.cat(matrices)
+def _stacked_A(branches: Sequence[Branch], dtype: torch.dtype) -> Tensor:
+    matrices = [b.A.to(dtype) for b in branches]
+    return matrices[0] if len(matrices) == 1 else torch.cat(matrices)
 
 
-def _forward(rows: Tensor, linears: Sequence[FrozenLinear]) -> tuple[list[Tensor], Tensor | None]:
-    """Outputs (T, N), and S = rows @ A.T (T, sum of ranks) of all branches."""
-    A = _stacked_A(linears, rows.dtype)
-    S = None if A is None else rows @ A.t()
-    shared, outs, at = _Input(rows), [], 0
+def _inner(rows: Tensor, branches: Sequence[Branch], seeds: Tensor | None) -> Tensor | None:
+    """S = rows @ A.T of every branch side by side (T, sum of ranks): one product where none drops."""
+    if not branches:
+        return None
+    if seeds is None:
+        return rows @ _stacked_A(branches, rows.dtype).t()
+    each = [
+        (dropped(rows, seeds, i, b.dropout) if b.dropout else rows) @ b.A.to(rows.dtype).t()
+        for i, b in enumerate(branches)
+    ]
+    return torch.cat(each, dim=1)
+
+
+def _low_rank(linears: Sequence[FrozenLinear], S: Tensor | None) -> list[LowRank | None]:
+    """What each linear adds to its output: all its branches as one. S: `_inner` of all."""
+    found: list[LowRank | None] = []
+    at = 0
     for linear in linears:
-        y = shared.times(linear.weight, linear.bias)
+        ranks = [b.A.shape[0] for b in linear.branches]
+        if not ranks:
+            found.append(None)
+            continue
+        assert S is not None
+        right = torch.empty(linear.weight.shape[0], sum(ranks), dtype=S.dtype, device=S.device)
+        for branch, part in zip(linear.branches, right.split(ranks, dim=1), strict=True):
+            torch.mul(branch.B.detach(), branch.scale, out=part)  # scaled in its own type, rounded once
+        found.append(LowRank(S[:, at : at + sum(ranks)], right))
+        at += sum(ranks)
+    return found
+
+
+def _forward(
+    rows: Tensor,
+    linears: Sequence[FrozenLinear],
+    seeds: Tensor | None,
+    quantised: fp8.Rows | None = None,
+    *,
+    add: bool = True,
+) -> tuple[list[Tensor], list[LowRank | None], Tensor | None]:
+    """Outputs (T, N), without their branches unless `add`; the branches; `_inner` of all."""
+    S = _inner(rows, _branches(linears), seeds)
+    shared, branches = _Input(rows, quantised), _low_rank(linears, S)
+    outs = [shared.times(ln.weight, ln.bias, b if add else None) for ln, b in zip(linears, branches, strict=True)]
+    return outs, branches, S
+
+
+# ---- backward
+
+
+def _gradients_of_B(
+    dys: Sequence[Tensor | None], S: Tensor | None, linears: Sequence[FrozenLinear]
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """(dS of all branches side by side, gradient of each B), each dy read once. A dy that is None is zero."""
+    if S is None:
+        return None, []
+    dS, at = torch.empty_like(S), 0
+    dBs: list[Tensor | None] = []
+    for dy, linear in zip(dys, linears, strict=True):
         for branch in linear.branches:
-            r = branch.A.shape[0]
-            assert S is not None
-            y.addmm_(S[:, at : at + r], branch.B.to(y.dtype).t(), alpha=branch.scale)
-            at += r
-        outs.append(y)
-    return outs, S
+            part = slice(at, at + branch.A.shape[0])
+            at = part.stop
+            if dy is None:
+                dS[:, part] = 0
+                dBs.append(None)
+                continue
+            ds, dB = lowrank_gradients(dy, S[:, part], branch.B)
+            torch.mul(ds, branch.scale, out=dS[:, part])
+            dBs.append(dB.mul_(branch.scale))
+    return dS, dBs
 
 
-class _Gradients(NamedTuple):
-    rows: Tensor | None
-    flat: list[Tensor | None]
+def _gradients_of_A(
+    dS: Tensor | None, rows: Tensor, branches: Sequence[Branch], seeds: Tensor | None
+) -> list[Tensor | None]:
+    """Of each branch, fp32."""
+
+    def product(ds: Tensor, x: Tensor) -> Tensor:
+        return ds.t() @ x if x.dtype == torch.float32 else torch.mm(ds.t(), x, out_dtype=torch.float32)
+
+    if dS is None:
+        return []
+    ranks = [b.A.shape[0] for b in branches]
+    if seeds is None:
+        return list(product(dS, rows).split(ranks))
+    return [
+        product(ds, dropped(rows, seeds, i, b.dropout) if b.dropout else rows)
+        for i, (ds, b) in enumerate(zip(dS.split(ranks, dim=1), branches, strict=True))
+    ]
+
+
+def _add_low_rank(
+    total: Tensor | None, dS: Tensor | None, branches: Sequence[Branch], seeds: Tensor | None, dtype: torch.dtype
+) -> Tensor | None:
+    """total + dS @ A, with each branch's own mask; `total` is ours and is added to where it lies."""
+    if dS is None:
+        return total
+    if seeds is None:
+        A = _stacked_A(branches, dtype)
+        return dS @ A if total is None else total.addmm_(dS, A)
+    for i, (ds, b) in enumerate(zip(dS.split([b.A.shape[0] for b in branches], dim=1), branches, strict=True)):
+        A = b.A.to(dtype)
+        if not b.dropout:
+            total = ds @ A if total is None else total.addmm_(ds, A)
+        elif total is None:
+            total = dropped(ds @ A, seeds, i, b.dropout)
+        else:
+            add_dropped(total, ds @ A, seeds, i, b.dropout)
+    return total
+
+
+def _add_back(
+    total: Tensor | None, dy: Tensor, weight: Tensor | fp8.Weight, quantised: fp8.Rows | None = None
+) -> Tensor:
+    """total + dy @ weight; `total` is ours and is added to where it lies."""
+    if isinstance(weight, fp8.Weight):
+        back = fp8.product_back(*(quantised or fp8.quantise_rows(dy)), weight, dy.dtype)
+        return back if total is None else total.add_(back)
+    return dy @ weight if total is None else total.addmm_(dy, weight)
+
+
+def _flat_gradients(
+    dys: Sequence[Tensor | None],
+    linears: Sequence[FrozenLinear],
+    dAs: Sequence[Tensor | None],
+    dBs: Sequence[Tensor | None],
+) -> list[Tensor | None]:
     """As `_flatten` orders them."""
+    flat: list[Tensor | None] = []
+    pairs = iter(zip(dAs, dBs, strict=True))
+    for dy, linear in zip(dys, linears, strict=True):
+        flat += [None] * (4 if isinstance(linear.weight, fp8.Weight) else 1)
+        wanted = linear.bias is not None and linear.bias.requires_grad and dy is not None
+        flat.append(dy.sum(0, dtype=torch.float32) if wanted else None)  # type: ignore[union-attr]
+        for _ in linear.branches:
+            flat += next(pairs)
+    return flat
 
 
 def _backward(
-    dys: Sequence[Tensor | None], rows: Tensor, S: Tensor | None, linears: Sequence[FrozenLinear], need_rows: bool
-) -> _Gradients:
-    """Gradients of the rows and of every branch. A dy that is None is zero."""
-    dS = None if S is None else torch.zeros_like(S) if any(dy is None for dy in dys) else torch.empty_like(S)
+    dys: Sequence[Tensor | None],
+    rows: Tensor,
+    S: Tensor | None,
+    linears: Sequence[FrozenLinear],
+    seeds: Tensor | None,
+    need_rows: bool,
+    quantised: Sequence[fp8.Rows | None] | None = None,
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """(gradient of the rows, those of every tensor as `_flatten` orders them). quantised: of each dy, where its kernel gave it."""
+    branches = _branches(linears)
+    dS, dBs = _gradients_of_B(dys, S, linears)
     d_rows: Tensor | None = None
-    dBs: list[Tensor | None] = []
-    d_biases: list[Tensor | None] = []
-    at = 0
-    for dy, linear in zip(dys, linears, strict=True):
-        for branch in linear.branches:
-            r = branch.A.shape[0]
-            if dy is None:
-                dBs.append(None)
-            else:
-                assert S is not None
-                assert dS is not None
-                ds, dB = lowrank_gradients(dy, S[:, at : at + r], branch.B)
-                torch.mul(ds, branch.scale, out=dS[:, at : at + r])
-                dBs.append(dB.mul_(branch.scale))
-            at += r
-        wanted = linear.bias is not None and linear.bias.requires_grad and dy is not None
-        d_biases.append(dy.sum(0, dtype=torch.float32) if wanted else None)  # type: ignore[union-attr]
-        if need_rows and dy is not None:
-            d_rows = _add_back(d_rows, dy, linear.weight)
-    dA = None
-    if dS is not None:
-        A = _stacked_A(linears, rows.dtype)
-        assert A is not None
-        if need_rows:
-            d_rows = dS @ A if d_rows is None else d_rows.addmm_(dS, A)
-        dA = dS.t() @ rows if rows.dtype == torch.float32 else torch.mm(dS.t(), rows, out_dtype=torch.float32)
-    if need_rows and d_rows is None:
-        d_rows = torch.zeros_like(rows)
-    flat: list[Tensor | None] = []
-    at, branches = 0, iter(dBs)
-    for linear, d_bias in zip(linears, d_biases, strict=True):
-        flat += [None] * (4 if isinstance(linear.weight, fp8.Weight) else 1)
-        flat.append(d_bias)
-        for branch in linear.branches:
-            r = branch.A.shape[0]
-            assert dA is not None
-            flat += [dA[at : at + r], next(branches)]
-            at += r
-    return _Gradients(d_rows, flat)
-
-
-def _add_back(total: Tensor | None, dy: Tensor, weight: Tensor | fp8.Weight) -> Tensor:
-    """total + dy @ weight; `total` is ours and is added to where it lies."""
-    if isinstance(weight, fp8.Weight):
-        back = fp8.product_back(*fp8.quantise_rows(dy), weight, dy.dtype)
-        return back if total is None else total.add_(back)
-    return dy @ weight if total is None else total.addmm_(dy, weight)
+    if need_rows:
+        late = any(isinstance(linear.weight, fp8.Weight) for linear in linears)  # its product adds to nothing
+        d_rows = None if late else _add_low_rank(None, dS, branches, seeds, rows.dtype)
+        for dy, linear, q in zip(dys, linears, quantised or [None] * len(linears), strict=True):
+            if dy is not None:
+                d_rows = _add_back(d_rows, dy, linear.weight, q)
+        d_rows = _add_low_rank(d_rows, dS, branches, seeds, rows.dtype) if late else d_rows
+        d_rows = torch.zeros_like(rows) if d_rows is None else d_rows
+    return d_rows, _flat_gradients(dys, linears, _gradients_of_A(dS, rows, branches, seeds), dBs)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -223,10 +339,11 @@ def _rows(x: Tensor) -> Tensor:
 
 class _LoraLinears(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, layouts, *flat):
-        rows = _rows(x)
-        outs, S = _forward(rows, _unflatten(layouts, flat))
-        ctx.save_for_backward(rows, S, *flat)
+    def forward(ctx, x, q, q_scale, layouts, *flat):
+        rows, linears = _rows(x), _unflatten(layouts, flat)
+        seeds = _seeds_for(linears, x.device)
+        outs, _, S = _forward(rows, linears, seeds, None if q is None else fp8.Rows(q, q_scale))
+        ctx.save_for_backward(rows, S, seeds, *flat)
         ctx.layouts, ctx.shape = layouts, x.shape
         ctx.set_materialize_grads(False)
         return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in outs)
@@ -234,60 +351,93 @@ class _LoraLinears(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *dys):
-        rows, S, *flat = ctx.saved_tensors
+        rows, S, seeds, *flat = ctx.saved_tensors
         linears = _unflatten(ctx.layouts, flat)
-        got = _backward([None if dy is None else _rows(dy) for dy in dys], rows, S, linears, ctx.needs_input_grad[0])
-        d_x = None if got.rows is None else got.rows.view(ctx.shape)
-        return d_x, None, *got.flat
+        rows_of_dys = [None if dy is None else _rows(dy) for dy in dys]
+        d_rows, gradients = _backward(rows_of_dys, rows, S, linears, seeds, ctx.needs_input_grad[0])
+        return None if d_rows is None else d_rows.view(ctx.shape), None, None, None, *gradients
 
 
 class _LoraGatedMlp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, layouts, activation, *flat):
+    def forward(ctx, x, q, q_scale, layouts, activation, *flat):
         rows = _rows(x)
         gate, up, down = _unflatten(layouts, flat)
-        (g, u), S = _forward(rows, (gate, up))
-        (y,), S_down = _forward(gated_activation(g, u, activation), (down,))
-        ctx.save_for_backward(rows, S, g, u, S_down, *flat)
+        seeds, seeds_down = (_seeds_for(linears, x.device) for linears in ((gate, up), (down,)))
+        ctx.fused = _fused_ranks((gate, up), down)
+        (g, u), (gate_branch, up_branch), S = _forward(
+            rows, (gate, up), seeds, None if q is None else fp8.Rows(q, q_scale), add=not ctx.fused
+        )
+        h, quantised = None, None
+        if isinstance(down.weight, fp8.Weight):
+            want = bool(down.branches)
+            if ctx.fused:
+                h, quantised = lora_gated_activation_fp8(g, u, gate_branch, up_branch, activation, want_output=want)
+            else:
+                h, quantised = gated_activation_fp8(g, u, activation, want_output=want)
+        else:
+            h = (
+                lora_gated_activation(g, u, gate_branch, up_branch, activation)
+                if ctx.fused
+                else gated_activation(g, u, activation)
+            )
+        if h is None:  # nobody reads it unquantised
+            assert quantised is not None
+            y, S_down = fp8.product(*quantised, down.weight, down.bias, x.dtype), None  # type: ignore[arg-type]
+        else:
+            (y,), _, S_down = _forward(h, (down,), seeds_down, quantised)
+        ctx.save_for_backward(rows, S, g, u, S_down, seeds, seeds_down, *flat)
         ctx.layouts, ctx.shape, ctx.activation = layouts, x.shape, activation
         return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        rows, S, g, u, S_down, *flat = ctx.saved_tensors
+        rows, S, g, u, S_down, seeds, seeds_down, *flat = ctx.saved_tensors
         gate, up, down = _unflatten(ctx.layouts, flat)
         dy = _rows(dy)
         # dh first, without what needs h: then one kernel reads gate and up and gives h and both of their gradients
-        dS_down, dBs = None, []
-        if S_down is not None:
-            dS_down, at = torch.empty_like(S_down), 0
-            for branch in down.branches:
-                r = branch.A.shape[0]
-                ds, dB = lowrank_gradients(dy, S_down[:, at : at + r], branch.B)
-                torch.mul(ds, branch.scale, out=dS_down[:, at : at + r])
-                dBs.append(dB.mul_(branch.scale))
-                at += r
-        dh = _add_back(None, dy, down.weight)
-        if dS_down is not None:
-            A_down = _stacked_A((down,), dh.dtype)
-            assert A_down is not None
-            dh.addmm_(dS_down, A_down)
-        h, dg, du = gated_activation_backward(dh, g, u, ctx.activation, want_output=dS_down is not None)
-        flat_down: list[Tensor | None] = [None] * (4 if isinstance(down.weight, fp8.Weight) else 1)
-        trained_bias = down.bias is not None and down.bias.requires_grad
-        flat_down.append(dy.sum(0, dtype=torch.float32) if trained_bias else None)
-        if dS_down is not None:
-            assert h is not None
-            dA = dS_down.t() @ h if h.dtype == torch.float32 else torch.mm(dS_down.t(), h, out_dtype=torch.float32)
-            at = 0
-            for branch, dB in zip(down.branches, dBs, strict=True):
-                flat_down += [dA[at : at + branch.A.shape[0]], dB]
-                at += branch.A.shape[0]
-        del h, dh
-        got = _backward((dg, du), rows, S, (gate, up), ctx.needs_input_grad[0])
-        d_x = None if got.rows is None else got.rows.view(ctx.shape)
-        return d_x, None, None, *got.flat, *flat_down
+        dS_down, dBs = _gradients_of_B((dy,), S_down, (down,))
+        want_h, quantised = dS_down is not None, None
+        is_fp8 = any(isinstance(linear.weight, fp8.Weight) for linear in (gate, up))
+        if ctx.fused:
+            dh, d_branch = _add_back(None, dy, down.weight), None
+            if dS_down is not None and seeds_down is None:
+                d_branch = LowRank(dS_down, _stacked_A(down.branches, dh.dtype).t())
+            else:  # a mask of its own lies over it
+                _add_low_rank(dh, dS_down, down.branches, seeds_down, dh.dtype)
+            gate_branch, up_branch = _low_rank((gate, up), S)
+            if is_fp8:
+                h, dg, du, *quantised = lora_gated_activation_backward_fp8(
+                    dh, g, u, d_branch, gate_branch, up_branch, ctx.activation, want_output=want_h
+                )
+            else:
+                h, dg, du = lora_gated_activation_backward(
+                    dh, g, u, d_branch, gate_branch, up_branch, ctx.activation, want_output=want_h
+                )
+        else:
+            late = isinstance(down.weight, fp8.Weight)  # its product adds to nothing
+            begun = None if late else _add_low_rank(None, dS_down, down.branches, seeds_down, dy.dtype)
+            dh = _add_back(begun, dy, down.weight)
+            if late:
+                _add_low_rank(dh, dS_down, down.branches, seeds_down, dh.dtype)
+            if is_fp8:
+                h, dg, du, *quantised = gated_activation_backward_fp8(dh, g, u, ctx.activation, want_output=want_h)
+            else:
+                h, dg, du = gated_activation_backward(dh, g, u, ctx.activation, want_output=want_h)
+        del dh
+        dAs = [] if h is None else _gradients_of_A(dS_down, h, down.branches, seeds_down)
+        flat_down = _flat_gradients((dy,), (down,), dAs, dBs)
+        del h
+        d_rows, flat = _backward((dg, du), rows, S, (gate, up), seeds, ctx.needs_input_grad[0], quantised)
+        d_x = None if d_rows is None else d_rows.view(ctx.shape)
+        return d_x, None, None, None, None, *flat, *flat_down
+
+
+def _fused_ranks(inner: Sequence[FrozenLinear], down: FrozenLinear) -> bool:
+    """Whether the activation kernels take the branches: there are some, of ranks that they are made for."""
+    ranks = [sum(b.A.shape[0] for b in linear.branches) for linear in (*inner, down)]
+    return any(ranks) and max(ranks) <= MAX_RANK
 
 
 def _check(op: str, x: Tensor, linears: Sequence[FrozenLinear], width: int) -> None:
@@ -305,18 +455,26 @@ def _check(op: str, x: Tensor, linears: Sequence[FrozenLinear], width: int) -> N
                 )
 
 
-def lora_linears(x: Tensor, linears: Sequence[FrozenLinear]) -> tuple[Tensor, ...]:
-    """Each linear of x: (..., K) -> (..., N). Weights get no gradient; x, biases, A and B do, A and B in fp32."""
+def lora_linears(x: Tensor, linears: Sequence[FrozenLinear], quantised: fp8.Rows | None = None) -> tuple[Tensor, ...]:
+    """Each linear of x: (..., K) -> (..., N). Weights get no gradient; x, biases, A and B do, A and B in fp32.
+
+    quantised: `fp8.quantise_rows` of x as (T, K), where whoever made x gave it; FP8 weights alone read it.
+    """
     _check("lora_linears", x, linears, x.shape[-1])
     layouts, flat = _flatten(linears)
-    return _LoraLinears.apply(x, layouts, *flat)  # type: ignore[no-any-return]
+    return _LoraLinears.apply(x, *(quantised or (None, None)), layouts, *flat)  # type: ignore[no-any-return]
 
 
 def lora_gated_mlp(
-    x: Tensor, gate: FrozenLinear, up: FrozenLinear, down: FrozenLinear, activation: Activation = "silu"
+    x: Tensor,
+    gate: FrozenLinear,
+    up: FrozenLinear,
+    down: FrozenLinear,
+    activation: Activation = "silu",
+    quantised: fp8.Rows | None = None,
 ) -> Tensor:
-    """down(activation(gate(x)) * up(x)): (..., K) -> (..., N). Keeps x, gate and up; gradients as in `lora_linears`."""
+    """down(activation(gate(x)) * up(x)): (..., K) -> (..., N). Keeps x, gate and up; gradients and `quantised` as in `lora_linears`."""
     _check("lora_gated_mlp", x, (gate, up), x.shape[-1])
     _check("lora_gated_mlp", x, (down,), gate.weight.shape[0])
     layouts, flat = _flatten((gate, up, down))
-    return _LoraGatedMlp.apply(x, layouts, activation, *flat)  # type: ignore[no-any-return]
+    return _LoraGatedMlp.apply(x, *(quantised or (None, None)), layouts, activation, *flat)  # type: ignore[no-any-return]

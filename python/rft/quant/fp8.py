@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rft.closeness import relative_error
 from rft.errors import Refused
 from rft.kernels import fp8
 from rft.kernels.lora_linear import FrozenLinear, lora_linears
@@ -94,9 +95,7 @@ def quantise_base(layers: Sequence[nn.Module], *, keep_ends: int = KEPT_AT_EACH_
                 left[why] = left.get(why, 0) + 1
                 continue
             made = Fp8Linear(fp8.quantise_weight(module.weight), module.bias)
-            original = module.weight.float()
-            error = float((made.weight - original).norm() / original.norm().clamp_min(1e-12))
-            worst = max(worst, error)
+            worst = max(worst, relative_error(made.weight, module.weight))
             parent, _, attribute = name.rpartition(".")
             owner: Any = layer.get_submodule(parent) if parent else layer
             setattr(owner, attribute, made.train(module.training))
