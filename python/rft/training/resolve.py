@@ -12,6 +12,7 @@ from rft.config.root import Config
 from rft.errors import ConfigError
 from rft.memory import planner
 from rft.models.describe import Facts
+from rft.models.rope import asked
 from rft.optim.schedule import DEFAULT_WARMUP_RATIO
 from rft.training.decision import Decision
 from rft.training.flops import peak_flops
@@ -49,6 +50,32 @@ def resolve_precision(config: Config, machine: Machine) -> tuple[Config, list[De
     return _apply(config, deciding)
 
 
+def resolve_rope(config: Config) -> tuple[Config, list[Decision]]:
+    """Decide `model.rope.target_length`, which finding the model needs. Raises ConfigError where nothing says how long texts are."""
+    deciding, rope = _Deciding(), config.model.rope
+    if asked(rope) and rope.target_length is None:
+        if config.data.seq_len is None:
+            raise ConfigError(
+                f'model.rope.method = "{rope.method}"',
+                "nothing says for how long texts",
+                do="set model.rope.target_length, or data.seq_len",
+            )
+        chosen = rope.model_copy(update={"target_length": config.data.seq_len})
+        shown = Decision("model.rope.target_length", config.data.seq_len, "data.seq_len")
+        deciding.set("model.rope", chosen, shown.reason, shown=shown)
+    return _apply(config, deciding)
+
+
+def tell_rope(config: Config, done: str) -> tuple[Config, list[Decision]]:
+    """The kind of scaling that `auto` became. done: what finding the model did, "yarn: ..."."""
+    deciding = _Deciding()
+    if done and config.model.rope.method == "auto":
+        kind = done.partition(":")[0]
+        chosen = config.model.rope.model_copy(update={"method": kind})
+        deciding.set("model.rope", chosen, done, shown=Decision("model.rope.method", kind, done))
+    return _apply(config, deciding)
+
+
 def resolve(
     config: Config,
     facts: Facts,
@@ -83,6 +110,8 @@ def resolve(
     if config.train.accumulate is None and config.train.tokens_per_step is None:
         deciding.set("train.tokens_per_step", DEFAULT_TOKENS_PER_STEP, "default; at least one pack a rank")
     _decide_memory(deciding, config, facts, machine, kernels, isolates, can_recompute)
+    if config.memory.tiled_mlp == "auto" and "tiled_mlp" not in deciding.changes.get("memory", {}):
+        deciding.set("memory.tiled_mlp", 1, "MLPs fit as a whole")
     if machine.kind == "cpu" and config.train.deterministic == "auto":
         deciding.set("train.deterministic", True, "a CPU always is")
     _check_micro_batch(deciding, config, facts, machine)
@@ -176,7 +205,10 @@ def _decide_adapter(deciding: _Deciding, config: Config) -> None:
 
 def _decide_seq_len(deciding: _Deciding, config: Config, facts: Facts) -> None:
     given, most = config.data.seq_len, facts.max_positions
-    if given is None:
+    target = config.model.rope.target_length
+    if given is None and target is not None:
+        deciding.set("data.seq_len", target, "model.rope.target_length")
+    elif given is None:
         own = most or MAX_DEFAULT_SEQ_LEN
         reason = f"the model was trained for {own:,} positions" if most else "the model's config names no limit"
         deciding.set("data.seq_len", min(own, MAX_DEFAULT_SEQ_LEN), reason)
@@ -185,7 +217,8 @@ def _decide_seq_len(deciding: _Deciding, config: Config, facts: Facts) -> None:
             f"data.seq_len = {given}",
             f"the model was trained for {most:,} positions",
             wanted=f"at most {most}",
-            do=f"set data.seq_len = {most}; longer documents are handled by data.overlong",
+            do=f"set data.seq_len = {most} (longer documents are handled by data.overlong), or model.rope.target_length = {given} to "
+            "scale its positions",
         )
 
 
