@@ -10,11 +10,9 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
+from rft.checkpoint import MARK
 from rft.config.model import ModelConfig
 from rft.errors import ConfigError
-
-MARK = "complete.json"
-"""As in rft.checkpoint.save, which imports torch."""
 
 
 @dataclass(frozen=True)

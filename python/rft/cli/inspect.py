@@ -11,7 +11,6 @@ from rft import log
 from rft.cli.arguments import ConfigPath, Sets, leave_stdout_to_json
 from rft.config.load import load_config
 from rft.errors import ConfigError
-from rft.visible import visible_line
 
 if TYPE_CHECKING:
     from rft.cli.prepare import PreparedData
@@ -66,11 +65,11 @@ def _show(
     from rft.data.prepare import describe, evidence, remarks
 
     for sentence in describe(report):
-        log.say("data", visible_line(sentence))
+        log.say("data", sentence)
     for text in evidence(report):
-        log.say("format", visible_line(text))
+        log.say("format", text)
     for remark in remarks(report):
-        log.say("note", visible_line(remark))
+        log.say("note", remark)
     if data.prepared.template is not None:
         log.say("template", data.prepared.template.name)
     log.say("masks", mask_methods(report))
