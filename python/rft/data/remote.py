@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from rft import log
 from rft.errors import DataError, RftError
+from rft.words import counted
 
 if TYPE_CHECKING:
     from rft._native import NativeError
@@ -46,7 +47,7 @@ def remote_files(path: str, where: str, choose: Choose) -> list[Path] | list[str
         pattern = _pattern(path)
         found = [name for name in names if pattern.fullmatch(name)]
         if not found:
-            raise DataError(where, f"{path} matches none of the {len(names):,} files below {folder}")
+            raise DataError(where, f"{path} matches none of the {counted(len(names), 'file')} below {folder}")
         return found
     return choose([name for name in names if "/." not in "/" + name.removeprefix(folder)], folder, where)
 
@@ -107,12 +108,12 @@ def _hub_files(path: str, where: str, choose: Choose) -> list[Path]:
         wanted = _pattern(pattern.rstrip("/") + "/**" if pattern.endswith("/") else pattern)
         chosen = sorted(name for name in names if wanted.fullmatch(name))
         if not chosen:
-            raise DataError(where, f"{path} matches none of the {len(names):,} files of the data set")
+            raise DataError(where, f"{path} matches none of the {counted(len(names), 'file')} of the data set")
     else:
         chosen = _train_split(choose(sorted(n for n in names if not n.startswith(".")), path, where), path, where)
     if cached is not None:
         which = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
-        held = f"{len(chosen)} {'file' if len(chosen) == 1 else 'files'} of commit {commit[:7]}"
+        held = f"{counted(len(chosen), 'file')} of commit {commit[:7]}"
         log.warn(
             f"{path}: {which}; read from the local cache, which holds {held}",
             do="compare with the hub if that is not all",

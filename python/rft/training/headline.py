@@ -16,6 +16,7 @@ from rft.training.live import duration
 from rft.training.machine import Machine
 from rft.training.run import Run
 from rft.training.setup import Job
+from rft.words import counted
 
 
 def tell_machine(machine: Machine) -> None:
@@ -69,7 +70,7 @@ def plan_sentence(run: Run) -> str:
     ranks = f" x {run.world_size} ranks" if run.world_size > 1 else ""
     micro = f" x {run.micro_batch}" if run.micro_batch > 1 else ""
     pack = "a document" if config.data.packing == "none" else f"{config.data.seq_len:,} tokens"
-    parts = [f"{pack}{micro} x {accumulate}{ranks} a step", f"{run.total_steps:,} steps"]
+    parts = [f"{pack}{micro} x {accumulate}{ranks} a step", counted(run.total_steps, "step")]
     if run.state.step:
         parts.append(f"{run.total_steps - run.state.step:,} left")
     masters = "fp32 masters" if config.train.master == "float32" else "bf16 masters"
