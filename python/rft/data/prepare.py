@@ -109,6 +109,7 @@ class _Job:
     renderer: str | None = None
     """Decided once for both sets."""
     told_slow: bool = False
+    told_older: bool = False
 
     def run(self, name: str, files: list[SourceFile], holdout: dict[str, Any] | None) -> tuple[Store, dict[str, Any]]:
         from rft import _native
@@ -158,12 +159,13 @@ class _Job:
                 "data",
                 f"went on behind {counted(made['resumed_rows'], 'row')} that an earlier run, which was stopped, had done",
             )
-        older = self.folder.older_formats()
+        older = [] if self.told_older else self.folder.older_formats()
         if older:
+            self.told_older = True
             log.say(
                 "data",
-                f"{len(older)} prepared sets in {shown_path(str(self.folder.root))} are of another format version: "
-                "prepared anew (`rft data prune` removes them)",
+                f"{counted(len(older), 'prepared set')} of another format version in {shown_path(str(self.folder.root))}: "
+                "prepared anew where needed (`rft data prune` removes them)",
             )
 
     def spec(self, files: list[SourceFile], holdout: dict[str, Any] | None) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def _hub_files(path: str, where: str, choose: Choose) -> list[Path]:
     repository, revision, pattern = match.group(1), match.group(2), match.group(3)
     try:
         info = HfApi().dataset_info(repository, revision=revision)
-        commit, names, cached = info.sha, [file.rfilename for file in info.siblings or []], None
+        commit, names, cached = str(info.sha), [file.rfilename for file in info.siblings or []], None
     except Exception as error:  # the hub client raises many kinds: each ends the run here
         cached = _cached_snapshot(repository, revision) if _out_of_reach(error) else None
         if cached is None:
