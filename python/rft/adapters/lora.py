@@ -224,7 +224,7 @@ def initialise(model: Any, cfg: LoraConfig, *, seed: int, local_part=whole) -> A
 
 def _start_layer(name: str, layer: Any, cfg: LoraConfig, seed: int, local_part) -> None:
     base = layer.get_base_layer().weight
-    if (cfg.init in ("pissa", "olora") or cfg.dora) and local_part(base)[0] is not base:
+    if (cfg.init in ("pissa", "olora") or cfg.dora) and local_part(base)[0].shape != base.shape:
         what = "adapter.dora" if cfg.dora else f'adapter.init = "{cfg.init}"'
         raise Refused(
             what, "reads whole base weights, which no process holds when sharded", do='set parallel.data = "replicate"'

@@ -37,7 +37,9 @@ class Target:
 
     @property
     def name(self) -> str:
-        """For messages: the model's name, and the adapter on it."""
+        """For messages: the model's name, and the adapter on it; a run of all weights has its own."""
+        if self.kind == "run" and self.adapter is None:
+            return self.path.name
         model = Path(self.model.path).name
         return f"{model} + {self.path.name}" if self.adapter else model
 
