@@ -386,7 +386,7 @@ def machinery_of(machine: Machine, rates: Any = None) -> Machinery:
 
 
 def planned_for(
-    config: Config, facts: Facts, machine: Machine, *, kernels: bool, can_recompute: bool, isolates: bool, **data: float
+    config: Config, facts: Facts, machine: Machine, *, kernels: bool, can_recompute: bool, isolates: bool, **data: Any
 ) -> planner.Planned:
     """What the planner expects of a resolved config, beside what else there would be. data: label_share, document_tokens."""
     auto = config.model_copy(update={"memory": config.memory.model_copy(update={"recompute": "auto"})})
