@@ -145,7 +145,7 @@ def test_alternatives_and_the_next_cheaper_plan_are_told_with_their_cost():
     assert cheaper.micro_batch == planned.chosen.plan.micro_batch
     assert sizes(planned.problem, cheaper).total <= 0.9 * planned.chosen.total
     assert planned.cheapest_change().startswith("set memory.recompute = ")
-    assert [name for name, _ in planned.largest()][0] == "activations"
+    assert next(name for name, _ in planned.largest()) == "activations"
 
 
 def test_what_the_user_gives_is_kept_and_micro_batches_divide_the_step():

@@ -14,10 +14,10 @@ from rft.training.machine import Machine
 from rft.training.resolve import (
     plan_packs_per_step,
     plan_total_steps,
+    replica_bytes,
     resolve,
     resolve_for_data,
     resolve_precision,
-    replica_bytes,
 )
 
 CPU = Machine("cpu", "AVX-512 BF16", 24 << 30, 1, True, 2)

@@ -361,7 +361,7 @@ def memory_problem(
         **_held(config),
         **_ranks(config, machine),
     )
-    chosen = {
+    chosen: dict[str, Any] = {
         key: None if getattr(memory, key) == "auto" else getattr(memory, key)
         for key in ("recompute", "offload", "tiled_mlp", "offload_states")
         if key in type(memory).model_fields
@@ -410,7 +410,7 @@ def _held(config: Config) -> dict[str, Any]:
     }
 
 
-def _ranks(config: Config, machine: Machine) -> dict[str, int]:
+def _ranks(config: Config, machine: Machine) -> dict[str, Any]:
     shard = config.parallel.data == "shard" and machine.world_size > 1
     return {"shards": machine.world_size if shard else 1, "replicas": 1 if shard else machine.world_size}
 
