@@ -133,8 +133,8 @@ def one_step(model, batch):
 
 
 def test_blocks_of_real_width_are_verified_and_swapped():
-    for sizes in ({}, {"hidden_size": 4096, "intermediate_size": 14336, "head_dim": 128}):
-        _, receipts = on_device(llama(1, **sizes), lora=True)
+    for widths in ({}, {"hidden_size": 4096, "intermediate_size": 14336, "head_dim": 128}):
+        _, receipts = on_device(llama(1, **widths), lora=True)
         assert [count(receipts, w) for w in ("rms_norm kernel", "lora linear", "gated mlp", "attention block")] == [
             3,
             7,

@@ -28,6 +28,7 @@ from rft.errors import ConfigError, ModelError, unusable_folder
 from rft.models.backbone import decoder_layers
 from rft.models.bitsandbytes_files import BitsandbytesReader, RoundedReader
 from rft.models.load import build_meta, mean_row, plan_load
+from rft.models.rope import config_entries
 from rft.models.source import ModelSource, checkpoint_dtype, find_model
 from rft.quant.packed import place
 
@@ -366,6 +367,12 @@ def _write_config(out: Path, source: ModelSource, dtype: torch.dtype, *, vocab_s
         if source.kind != "gguf"
         else json.loads(source.config.to_json_string())
     )
+    if source.rope:
+        for table in (raw.get("text_config"), raw):
+            if isinstance(table, dict) and (table is raw or "max_position_embeddings" in table):
+                table.pop("rope_scaling", None)
+                table.update(config_entries(source.config))
+                break
     raw.pop("torch_dtype", None)
     raw.pop("quantization_config", None)  # the result holds plain weights
     raw.pop("_name_or_path", None)

@@ -16,6 +16,7 @@ from rft.memory.plan import MemoryPlan
 from rft.memory.sizes import GIB, Problem, state_bytes
 from rft.memory.speed import Machinery
 from rft.models.describe import Facts
+from rft.models.rope import asked
 from rft.optim import state_bytes_per_number
 from rft.optim.schedule import DEFAULT_WARMUP_RATIO
 from rft.training.decision import Decision
@@ -50,6 +51,32 @@ def resolve_precision(config: Config, machine: Machine) -> tuple[Config, list[De
     """Decide `train.precision`, which building the model needs. Raises ConfigError where the given one cannot be had here."""
     deciding = _Deciding()
     _decide_precision(deciding, config, machine)
+    return _apply(config, deciding)
+
+
+def resolve_rope(config: Config) -> tuple[Config, list[Decision]]:
+    """Decide `model.rope.target_length`, which finding the model needs. Raises ConfigError where nothing says how long texts are."""
+    deciding, rope = _Deciding(), config.model.rope
+    if asked(rope) and rope.target_length is None:
+        if config.data.seq_len is None:
+            raise ConfigError(
+                f'model.rope.method = "{rope.method}"',
+                "nothing says for how long texts",
+                do="set model.rope.target_length, or data.seq_len",
+            )
+        chosen = rope.model_copy(update={"target_length": config.data.seq_len})
+        shown = Decision("model.rope.target_length", config.data.seq_len, "data.seq_len")
+        deciding.set("model.rope", chosen, shown.reason, shown=shown)
+    return _apply(config, deciding)
+
+
+def tell_rope(config: Config, done: str) -> tuple[Config, list[Decision]]:
+    """The kind of scaling that `auto` became. done: what finding the model did, "yarn: ..."."""
+    deciding = _Deciding()
+    if done and config.model.rope.method == "auto":
+        kind = done.partition(":")[0]
+        chosen = config.model.rope.model_copy(update={"method": kind})
+        deciding.set("model.rope", chosen, done, shown=Decision("model.rope.method", kind, done))
     return _apply(config, deciding)
 
 
@@ -180,7 +207,10 @@ def _decide_adapter(deciding: _Deciding, config: Config) -> None:
 
 def _decide_seq_len(deciding: _Deciding, config: Config, facts: Facts) -> None:
     given, most = config.data.seq_len, facts.max_positions
-    if given is None:
+    target = config.model.rope.target_length
+    if given is None and target is not None:
+        deciding.set("data.seq_len", target, "model.rope.target_length")
+    elif given is None:
         own = most or MAX_DEFAULT_SEQ_LEN
         reason = f"the model was trained for {own:,} positions" if most else "the model's config names no limit"
         deciding.set("data.seq_len", min(own, MAX_DEFAULT_SEQ_LEN), reason)
@@ -189,7 +219,8 @@ def _decide_seq_len(deciding: _Deciding, config: Config, facts: Facts) -> None:
             f"data.seq_len = {given}",
             f"the model was trained for {most:,} positions",
             wanted=f"at most {most}",
-            do=f"set data.seq_len = {most}; longer documents are handled by data.overlong",
+            do=f"set data.seq_len = {most} (longer documents are handled by data.overlong), or model.rope.target_length = {given} to "
+            "scale its positions",
         )
 
 

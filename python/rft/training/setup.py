@@ -6,7 +6,7 @@ import os
 import random
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from rft.models.head import KERNEL_ALLOWED, Head, auto_chunk_rows, compare_kerne
 from rft.models.load import build_meta, find_model, materialise
 from rft.models.probe import Probed, probe_architecture, require_packing
 from rft.models.receipts import Receipts
+from rft.models.rope import settle_dynamic
 from rft.models.source import ModelSource
 from rft.models.surgery import apply_swaps, why_no_kernels
 from rft.models.tokenizer import TokenizerFiles, load_tokenizer
@@ -57,6 +58,8 @@ from rft.training.resolve import (
     resolve,
     resolve_for_data,
     resolve_precision,
+    resolve_rope,
+    tell_rope,
 )
 from rft.training.resume import accumulate_on_resume
 from rft.training.run import Run
@@ -115,7 +118,11 @@ def inspect_job(config: Config, world: World, *, kernels: bool | None = None) ->
     limit_threads()
     machine = inspect_machine(world.device, world.world_size)
     config, decisions = resolve_precision(config, machine)
+    config, of_rope = resolve_rope(config)
+    decisions += of_rope
     source = find_model(config.model)
+    config, of_rope = tell_rope(config, source.rope)
+    decisions += of_rope
     tokenizer = load_tokenizer(config.model)
     compute_dtype = DTYPES[config.train.precision]
     master_dtype = torch.float32 if compute_dtype == torch.float32 else DTYPES[config.train.master]
@@ -138,6 +145,11 @@ def inspect_job(config: Config, world: World, *, kernels: bool | None = None) ->
         receipts.ask("full fine-tuning")
         train_everything(model, dtype=master_dtype)
     facts = describe(model)
+    if source.rope:
+        facts = replace(facts, max_positions=config.model.rope.target_length)
+        receipts.apply("positions", facts.num_layers, facts.num_layers, source.rope)
+        if config.model.rope.method == "none":
+            log.warn(f"positions beyond those that the model was trained for, without scaling: {source.rope}")
     no_kernels = why_no_kernels(world.device) if kernels is None else None if kernels else "switched off by the caller"
     if no_kernels:
         receipts.decline("kernels", 0, no_kernels)
@@ -298,6 +310,7 @@ def build_trainee(job: Job, run_dir: Path | None = None) -> Trainee:
     materialise(model, job.source, world.device, root=trainee, local_part=local_part)
     if packed is not None:
         tell_packed(job, packed)
+    settle_dynamic(model, config.model.rope.target_length)
     if isinstance(config.adapter, LoraConfig):
         initialise(model, config.adapter, seed=config.train.seed, local_part=local_part)
     if config.model.base_weights == "fp8":
@@ -384,9 +397,12 @@ def tell_packed(job: Job, packed: Packed) -> None:
 
 def quantise_to_fp8(job: Job, layers: list[torch.nn.Module]) -> None:
     """Frozen linears of the decoder layers in FP8, once their weights are there."""
-    from rft.quant.fp8 import quantise_base
+    from rft.models.decoder_layer import readers_of_one_input
+    from rft.quant.fp8 import KEPT_AT_EACH_END, quantise_base
 
-    done = quantise_base(layers)
+    keep = job.config.model.keep_ends
+    keep = KEPT_AT_EACH_END if keep is None else keep
+    done = quantise_base(layers, keep_ends=keep, readers=readers_of_one_input)
     how = "e4m3 by row, both layouts; LoRA on unquantised inputs"
     job.receipts.apply("fp8 base", done.count, done.of, how, {"largest relative error of a weight": done.error})
     for why, count in done.left.items():
@@ -464,10 +480,19 @@ def build_optimizer(
 
 
 def added_once(job: Job, trainee: Trainee, packs_per_step: int | None) -> frozenset[str]:
-    """Trained parameters to whose gradient a step brings one part: nothing is added, so an fp32 tensor for it would hold the same."""
-    if job.mode != "none" or packs_per_step != job.config.train.micro_batch:
+    """Trained parameters to whose gradient a step brings one part, in the compute type: an fp32 tensor for it would hold the same.
+
+    Not those of adapters and of the output head: theirs come in fp32 from where they are made.
+    """
+    if (
+        job.mode != "none"
+        or packs_per_step != job.config.train.micro_batch
+        or isinstance(job.config.adapter, LoraConfig)
+    ):
         return frozenset()
     uses = Counter(id(p) for _, p in trainee.named_parameters(remove_duplicate=False))
+    model: Any = trainee.model
+    uses.update(id(p) for p in model.get_output_embeddings().parameters())
     return frozenset(name for name, p in trainee.named_parameters() if p.requires_grad and uses[id(p)] == 1)
 
 
