@@ -227,7 +227,8 @@ def test_a_sharded_rank_holds_its_share_of_the_states():
 
 def test_a_run_knows_what_was_planned_for_it():
     made, _ = decide(config(data={"seq_len": 4096}), H200, SMOLLM)
-    planned = planned_for(made, SMOLLM, H200, kernels=True, can_recompute=True, isolates=True, label_share=0.5)
+    planned = planned_for(made, SMOLLM, H200, kernels=True, can_recompute=True, isolates=True)
+    planned = planner.again(planned, dataclasses.replace(planned.problem, label_share=0.5))
     assert planned.chosen.plan == MemoryPlan.of(made)
     assert planned.fits
     assert planned.problem.label_share == 0.5

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from rft.memory import modes
 from rft.memory.plan import MemoryPlan, Place, Recompute
@@ -75,6 +75,16 @@ class Planned:
     def tokens_per_second(self) -> float:
         """Of one rank."""
         return self.problem.packs * self.problem.seq_len / self.chosen.seconds
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for the run directory: bytes, seconds, tokens."""
+        chosen = self.chosen
+        return {
+            "plan": vars(chosen.plan), "fits": self.fits, "allocated": chosen.sizes.allocated, "beside": chosen.sizes.beside,
+            "peak_bytes": chosen.sizes.peak, "limit_bytes": self.budget, "host_bytes": chosen.sizes.host, "disk_bytes": chosen.sizes.disk,
+            "moment": chosen.sizes.moment, "seconds": chosen.times.parts, "step_seconds": chosen.seconds,
+            "tokens_per_second": self.tokens_per_second, "rates": self.machinery.rates.source, "alternatives": self.nearest(),
+        }  # fmt: skip
 
     def why_micro_batch(self) -> str:
         choice = self.chosen
@@ -252,3 +262,13 @@ def planned(problem: Problem, chosen: MemoryPlan, given: Given, machinery: Machi
     """A plan that is decided already, beside what else there is."""
     made = Choice(chosen, sizes(problem, chosen), seconds(problem, chosen, machinery))
     return Planned(problem, machinery, made, fits(problem, made), tuple(choices(problem, given, machinery)))
+
+
+def again(old: Planned, problem: Problem) -> Planned:
+    """The same plans for a problem of which more is known by now."""
+
+    def at(choice: Choice) -> Choice:
+        return Choice(choice.plan, sizes(problem, choice.plan), seconds(problem, choice.plan, old.machinery))
+
+    chosen = at(old.chosen)
+    return Planned(problem, old.machinery, chosen, fits(problem, chosen), tuple(at(a) for a in old.alternatives))

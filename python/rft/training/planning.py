@@ -177,7 +177,7 @@ def _attention(machine: Machine, probed: Probed) -> tuple[str, str]:
 
     if machine.kind == "cpu":
         return "sdpa", "a CPU"
-    if probed.needs.softcap is not None or probed.needs.sinks:
+    if probed.needs.softcap or probed.needs.sinks:
         return "flex", "the model has a soft-cap or sinks"
     gpu = find_gpu(machine.device_name)
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from rft.config.adapter import LoraConfig
@@ -393,8 +393,6 @@ def planned_for(
     kernels: bool,
     can_recompute: bool,
     isolates: bool,
-    label_share: float = 1.0,
-    document_tokens: float | None = None,
 ) -> planner.Planned:
     """What the planner expects of a resolved config, beside what else there would be."""
     auto = config.model_copy(update={"memory": config.memory.model_copy(update={"recompute": "auto"})})
@@ -402,7 +400,6 @@ def planned_for(
     problem, given, machinery = memory_problem(
         auto, facts, machine, kernels=kernels, can_recompute=can_recompute, one_pack=one
     )
-    problem = replace(problem, label_share=label_share, document_tokens=document_tokens)
     return planner.planned(problem, MemoryPlan.of(config), given, machinery)
 
 

@@ -23,6 +23,7 @@ from rft.data.loader import Loader
 from rft.data.prepare import Prepared, prepare
 from rft.errors import ConfigError, Refused
 from rft.losses import SftLoss
+from rft.memory import planner
 from rft.memory.disk import DiskFile
 from rft.memory.host_pool import HostPool
 from rft.memory.offload import Offloader
@@ -214,10 +215,14 @@ def add_data(job: Job, rows: Iterable[dict[str, Any]] | None) -> None:
     job.prepared = prepare(job.config.data, job.tokenizer, rows=rows, lead=lead, seed=job.config.train.seed)
     assert job.config.data.seq_len is not None
     lengths = np.minimum(job.prepared.train.lengths().astype(np.float64), job.config.data.seq_len)
-    job.config, decisions = resolve_for_data(
-        job.config, job.machine, float((lengths**2).sum() / lengths.sum()), job.facts.is_moe
-    )
+    mean_length = float((lengths**2).sum() / lengths.sum())
+    job.config, decisions = resolve_for_data(job.config, job.machine, mean_length, job.facts.is_moe)
     job.decisions += decisions
+    if job.planned is not None:
+        counts = job.prepared.report["train"]
+        labelled = counts.get("trained_tokens", 0) / max(counts.get("tokens", 0), 1)
+        problem = replace(job.planned.problem, label_share=labelled or 1.0, document_tokens=mean_length)
+        job.planned = planner.again(job.planned, problem)
 
 
 def build_run(job: Job, run_dir: Path, checkpoint: Checkpoint | None) -> Run:
@@ -262,6 +267,7 @@ def build_run(job: Job, run_dir: Path, checkpoint: Checkpoint | None) -> Run:
         flops=count_flops(trainee.model, job.facts),
         device_name=job.machine.device_name,
         receipts=job.receipts.to_json(),
+        planned=job.planned,
     )
     seed_everything(
         config.train.seed + job.world.rank
