@@ -215,7 +215,7 @@ def sizes(problem: Problem, plan: MemoryPlan) -> Sizes:
     embedding = dense if problem.trained_in_full and not plan.in_backward else 0
     # plain torch scales the gradient of the head's weight into a new one, and casts that
     scaled = 0 if problem.kernels or not problem.trained_in_full else f.vocab_size * f.hidden_size * (4 + size % 4)
-    made_again = a_layer - stream if again else 0
+    made_again = a_layer - kept if again else 0
     last_again = made_again if again and _last_is_recomputed(plan.recompute, L) else 0
     if plan.offload_states != "none":
         states, moved = _offloaded_states(states)
@@ -227,6 +227,8 @@ def sizes(problem: Problem, plan: MemoryPlan) -> Sizes:
             gradients, max(f.vocab_size * f.hidden_size, f.hidden_size * f.intermediate_size) * problem.master_itemsize
         )
     before = gradients if plan.micro_batch < problem.packs else 0  # those of earlier micro-batches
+    # kept outputs of attention are let go when the backward pass is over
+    held = L * (kept - stream) if plan.recompute == "selective" and plan.offload == "none" else 0
     moments = {
         "loss": {
             **states, "gradients": before, "activations": activations, "loss": loss_bytes(problem, tokens, plan.chunk_rows),
@@ -236,9 +238,9 @@ def sizes(problem: Problem, plan: MemoryPlan) -> Sizes:
             "loss": loss_gradient_bytes(problem, tokens) + scaled,
         },
         "update": {
-            **states, "gradients": gradients - _not_there_yet(problem, plan), "activations": a_layer, "backward of a layer": transient,
+            **states, "gradients": gradients - _not_there_yet(problem, plan), "activations": a_layer + held, "backward of a layer": transient,
         },
-        "embedding": {**states, "gradients": gradients, "activations": stream, "backward of a layer": embedding},
+        "embedding": {**states, "gradients": gradients, "activations": stream + held, "backward of a layer": embedding},
     }  # fmt: skip
     moment, allocated = max(moments.items(), key=lambda item: sum(item[1].values()))
     allocated = {name: count for name, count in allocated.items() if count}
@@ -275,9 +277,12 @@ def backward_bytes(problem: Problem, tokens: int, tiles: int = 1) -> int:
     fused = problem.kernels and not problem.trained_in_full
     wide = 3 if fused else 2
     rows = math.ceil(tokens / tiles)
-    inner = rows * f.intermediate_size * (wide if tiles == 1 else wide + 2)  # tiles make gate and up again
+    again = 0 if tiles == 1 else 1 if fused else 2 if problem.kernels else 4  # of a piece, besides
+    inner = rows * f.intermediate_size * (wide + again)
     streams = (3 if fused else 1) + max(0, round(f.norm_width / f.hidden_size) - 2)  # norms behind the MLP
-    return (inner + streams * tokens * f.hidden_size) * size
+    # pieces add up the gradients of their weights in fp32
+    sums = 3 * f.hidden_size * f.intermediate_size * 4 if tiles > 1 and problem.trained_in_full else 0
+    return (inner + streams * tokens * f.hidden_size) * size + sums
 
 
 def loss_gradient_bytes(problem: Problem, tokens: int) -> int:

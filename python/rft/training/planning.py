@@ -14,7 +14,7 @@ from rft.adapters.lora import inject, train_everything
 from rft.config.adapter import LoraConfig
 from rft.config.root import Config
 from rft.data.folder import default_root
-from rft.errors import ModelError, Refused, RftError
+from rft.errors import ModelError, RftError
 from rft.memory.planner import GIB, Planned
 from rft.models.attention import register
 from rft.models.describe import Facts, describe
@@ -95,32 +95,42 @@ def _plain(value: Any) -> Any:
 def answer(config: Config, machine: Machine) -> Answer:
     """Plan a checked config for a machine. Raises RftError kinds for what the model or the config cannot have there."""
     model_config = _model_config(config)
-    probed = probe_config(model_config, trust_remote_code=config.model.trust_remote_code)
-    made = _answer(config, machine, model_config, probed)
+    ask = _Asking(model_config, probe_config(model_config, trust_remote_code=config.model.trust_remote_code))
+    made = ask.answer(config, machine)
     if not made.planned.fits:
-        made = replace(made, changes=tuple(_changes_that_fit(config, made, model_config, probed)))
+        made = replace(made, changes=tuple(_changes_that_fit(config, made, ask)))
     return made
 
 
-def _answer(config: Config, machine: Machine, model_config: Any, probed: Probed) -> Answer:
-    config, decisions = resolve_precision(config, machine)
-    facts = _facts(config, model_config)
-    kernels = machine.kind == "cuda"
-    size = 4 if config.train.precision == "fp32" else 2
-    rows = auto_chunk_rows(
-        machine.kind, facts.vocab_size, kernels=kernels, head_trained=config.adapter.name == "none", itemsize=size
-    )
-    config, more = resolve(
-        config, facts, machine, attention=_attention(machine, probed), chunk_rows=rows, store=str(default_root()), kernels=kernels,
-        isolates=probed.isolates,
-    )  # fmt: skip
-    planned = planned_for(config, facts, machine, kernels=kernels, can_recompute=True, isolates=probed.isolates)
-    tokens = _tokens_of_files(config)
-    made = Answer(config, facts, machine, [*decisions, *more], planned, tokens, None)
-    steps = config.train.max_steps
-    if steps is None and tokens is not None:
-        steps = max(1, round(config.train.epochs * tokens / made.tokens_per_step))
-    return replace(made, steps=steps)
+class _Asking:
+    """One model, about which several configs and machines are asked. It is built once for each way to train it."""
+
+    def __init__(self, model_config: Any, probed: Probed):
+        self._model_config, self._probed = model_config, probed
+        self._facts: dict[str, Facts] = {}
+
+    def answer(self, config: Config, machine: Machine) -> Answer:
+        config, decisions = resolve_precision(config, machine)
+        key = repr((config.adapter, config.train.precision, config.train.master))
+        if key not in self._facts:
+            self._facts[key] = _facts(config, self._model_config)
+        facts, probed = self._facts[key], self._probed
+        kernels = machine.kind == "cuda"
+        size = 4 if config.train.precision == "fp32" else 2
+        rows = auto_chunk_rows(
+            machine.kind, facts.vocab_size, kernels=kernels, head_trained=config.adapter.name == "none", itemsize=size
+        )
+        config, more = resolve(
+            config, facts, machine, attention=_attention(machine, probed), chunk_rows=rows, store=str(default_root()), kernels=kernels,
+            isolates=probed.isolates,
+        )  # fmt: skip
+        planned = planned_for(config, facts, machine, kernels=kernels, can_recompute=True, isolates=probed.isolates)
+        tokens = _tokens_of_files(config)
+        made = Answer(config, facts, machine, [*decisions, *more], planned, tokens, None)
+        steps = config.train.max_steps
+        if steps is None and tokens is not None:
+            steps = max(1, round(config.train.epochs * tokens / made.tokens_per_step))
+        return replace(made, steps=steps)
 
 
 def _model_config(config: Config) -> Any:
@@ -210,32 +220,52 @@ def _tokens_of_files(config: Config) -> int | None:
 # ---- where nothing fits
 
 
-def _changes_that_fit(config: Config, made: Answer, model_config: Any, probed: Probed) -> Iterator[str]:
-    """Single changes of the config or the machine under which it fits, the fastest first."""
-    found: list[tuple[float, str]] = []
-    for words, changed, machine in _candidates(config, made):
-        try:
-            other = _answer(changed, machine, model_config, probed)
-        except RftError:  # refused for a reason of its own
-            continue
-        if other.planned.fits:
-            speed = other.tokens_per_second / machine.world_size
-            gib = other.planned.chosen.total / GIB
-            found.append((-speed, f"{words}: {gib:.1f} GiB, about {speed:,.0f} tok/s a GPU"))
-    for _, words in sorted(found)[:MOST_CHANGES]:
-        yield words
+@dataclass(frozen=True)
+class _Change:
+    """One thing to do: keys of one table, or more GPUs."""
+
+    words: str
+    table: str
+    keys: dict[str, Any]
+    ranks: int | None = None
 
 
-def _candidates(config: Config, made: Answer) -> Iterator[tuple[str, Config, Machine]]:
-    def with_(table: str, **keys: Any) -> Config:
-        try:
-            return Config.model_validate(_merged(config.model_dump(exclude_unset=True), table, keys))
-        except ValueError as error:
-            raise Refused(table, str(error)) from None
+def _changes_that_fit(config: Config, made: Answer, ask: _Asking) -> Iterator[str]:
+    """Changes of the config or the machine under which it fits, the fastest first; two at once where no single one will do."""
+    single = list(_changes(config, made))
+    pairs = [
+        (a, b)
+        for i, a in enumerate(single)
+        for b in single[i + 1 :]
+        if a.table != b.table or a.keys.keys() != b.keys.keys()
+    ]
+    for tried in ([(one,) for one in single], pairs):
+        found: list[tuple[float, str]] = []
+        for changes in tried:
+            tree = config.model_dump(exclude_unset=True)
+            machine = made.machine
+            for change in changes:
+                tree = _merged(tree, change.table, change.keys)
+                if change.ranks is not None:
+                    per_node = min(change.ranks, machine.per_node or change.ranks)
+                    machine = replace(machine, world_size=change.ranks, per_node=per_node)
+            try:
+                other = ask.answer(Config.model_validate(tree), machine)
+            except (RftError, ValueError):  # refused for a reason of its own
+                continue
+            if other.planned.fits:
+                speed = other.planned.tokens_per_second
+                gib = other.planned.chosen.total / GIB
+                words = " and ".join(change.words for change in changes)
+                found.append((-speed, f"{words}: {gib:.1f} GiB, about {speed:,.0f} tok/s a GPU"))
+        if found:
+            yield from (words for _, words in sorted(found)[:MOST_CHANGES])
+            return
 
-    def one(table: str, **keys: Any) -> tuple[str, Config, Machine]:
-        shown = ", ".join(f"{table}.{k} = {_toml(v)}" for k, v in keys.items())
-        return f"set {shown}", with_(table, **keys), made.machine
+
+def _changes(config: Config, made: Answer) -> Iterator[_Change]:
+    def one(table: str, **keys: Any) -> _Change:
+        return _Change("set " + ", ".join(f"{table}.{k} = {_toml(v)}" for k, v in keys.items()), table, keys)
 
     if config.memory.recompute != "auto":
         yield one("memory", recompute="auto")
@@ -250,16 +280,15 @@ def _candidates(config: Config, made: Answer) -> Iterator[tuple[str, Config, Mac
     if config.adapter.name == "none":
         yield one("optim", name="adamw_8bit")
         yield one("memory", offload_states="cpu")
-        yield 'set adapter.name = "lora"', with_("adapter", name="lora"), made.machine
+        yield one("adapter", name="lora")
     length = made.config.data.seq_len or 0
-    for part in (2, 4, 8):
+    for part in (2, 4):
         if length // part >= 512:
             yield one("data", seq_len=length // part)
     if made.config.model.base_weights == "bf16":
         for ranks in (2, 4, 8):
             if ranks > made.machine.world_size:
-                machine = replace(made.machine, world_size=ranks, per_node=min(ranks, made.machine.per_node or ranks))
-                yield f'{ranks} GPUs with parallel.data = "shard"', with_("parallel", data="shard"), machine
+                yield _Change(f'take {ranks} GPUs with parallel.data = "shard"', "parallel", {"data": "shard"}, ranks)
 
 
 def _merged(tree: dict[str, Any], table: str, keys: dict[str, Any]) -> dict[str, Any]:
