@@ -12,14 +12,6 @@ from rft.kernels.rms_norm import (
     rms_norm_fp8,
     rms_norm_reference,
 )
-from rft.kernels.swiglu import (
-    ACTIVATIONS,
-    gated_activation,
-    gated_activation_backward,
-    gated_activation_backward_fp8,
-    gated_activation_fp8,
-    gated_activation_reference,
-)
 from support.close import assert_close_fp32, assert_no_worse
 
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
@@ -93,33 +85,6 @@ def test_the_norm_quantises_what_it_gives_and_its_gradients_stay(device, shape, 
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("activation", "shape"), [*((a, SHAPES[0]) for a in ACTIVATIONS), *(("silu", s) for s in SHAPES[1:])], ids=str
-)
-def test_the_activation_quantises_what_it_gives_and_its_gradients(device, shape, activation, dtype):
-    both = torch.randn(shape[0], 2 * shape[1], device=device).to(dtype)
-    gate, up = both.chunk(2, dim=-1)  # halves of one tensor: the row stride is not the width
-    out, rows = gated_activation_fp8(gate, up, activation, want_output=True)
-    plain = gated_activation(gate, up, activation)
-    assert torch.equal(out, plain)
-    truth = gated_activation_reference(gate.float(), up.float(), activation)
-    assert_rows_of(rows, plain, truth)
-    nothing, again = gated_activation_fp8(gate, up, activation, want_output=False)
-    assert nothing is None
-    assert torch.equal(again.q.float(), rows.q.float())
-
-    grad = torch.randn(shape[1], shape[0], device=device).to(dtype).t()
-    h, d_gate, d_up, rows = gated_activation_backward_fp8(grad, gate, up, activation, want_output=True)
-    plain = gated_activation_backward(grad, gate, up, activation, want_output=True)
-    for own, theirs in zip((h, d_gate, d_up), plain, strict=True):
-        assert torch.equal(own, theirs)
-    g, u = (t.float().requires_grad_() for t in (gate, up))
-    gated_activation_reference(g, u, activation).backward(grad.float())
-    assert_rows_of(rows, torch.cat([d_gate, d_up], dim=1), torch.cat([g.grad, u.grad], dim=1))
-    assert gated_activation_backward_fp8(grad, gate, up, activation)[0] is None
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("widths", [(40, 16), (48, 1000, 16)], ids=str)
 def test_parts_side_by_side_are_quantised_under_one_scale(device, widths, dtype):
     parts = [torch.randn(5, 2 * n, device=device).to(dtype)[:, :n] * 10**i for i, n in enumerate(widths)]
@@ -176,8 +141,6 @@ def test_rows_without_a_number_and_rows_of_zeros(device):
     assert (y.shape, rows.q.shape, rows.scale.shape) == ((0, 16), (0, 16), (0, 1))
     _, rows = rms_norm_fp8(torch.zeros(2, 16, device=device), weight)
     assert not back(rows).any()
-    _, rows = gated_activation_fp8(*torch.zeros(2, 0, 16, device=device), want_output=False)
-    assert rows.q.shape == (0, 16)
 
 
 def mlp(device, dtype, r, frozen):

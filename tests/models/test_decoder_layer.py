@@ -142,10 +142,10 @@ def test_norms_and_activations_hand_on_fp8_rows_and_nothing_else_of_the_step_cha
     assert torch.equal(hidden_again, hidden)
     for name, gradient in gradients.items():
         assert torch.equal(gradients_again[name], gradient), name
-    # of each layer the inputs of q, k, v and of gate, up; what is left: o's input and the gradients of o and down; those of q, k, v are quantised
-    # together
+    # of each layer the inputs of q, k, v and of gate, up; what is left: the inputs of o and down and their gradients; those of q, k, v and of
+    # gate, up are quantised together
     assert own_passes - left == 4
-    assert left == 2 * 3
+    assert left == 2 * 4
     q, kv, inner, width = 64, 32, 96, 64
     assert sorted(products) == sorted(
         2 * [2 * inner, width, width] + [q + 2 * kv]

@@ -20,6 +20,7 @@ class Adafactor:
     """State of a matrix [.., N, K]: N + K numbers, fp32."""
 
     sharded = False  # means over columns cross ranks
+    takes_factor = False
 
     def __init__(self, decay: float, clip: float):
         self.decay, self.clip = decay, clip

@@ -1,4 +1,4 @@
-"""AdamW: fused where weights and moments are fp32; else in fp32 a chunk at a time, bf16 rounded stochastically."""
+"""AdamW: one kernel where weights and moments are fp32 (ours on a GPU, torch's elsewhere); else in fp32 a chunk at a time, bf16 rounded stochastically."""
 
 from __future__ import annotations
 
@@ -9,23 +9,29 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from rft.optim.rounding import Noise, store_
-from rft.optim.rule import Item, chunks, place, zeros_like
+from rft.optim.rule import Item, chunks, local, place, scale_gradients, zeros_like
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class AdamW:
-    """Moments of the weight's shape. states: their type."""
+    """Moments of the weight's shape. states: their type. kernel: through kernels/adamw.py on a GPU, which clips and copies as well."""
 
     sharded = True
+    takes_factor = True
 
-    def __init__(self, betas: tuple[float, float], eps: float, states: torch.dtype = torch.float32):
-        self.betas, self.eps, self.states = betas, eps, states
+    def __init__(
+        self, betas: tuple[float, float], eps: float, states: torch.dtype = torch.float32, *, kernel: bool = False
+    ):
+        self.betas, self.eps, self.states, self.kernel = betas, eps, states, kernel
 
     def init(self, weight: Tensor) -> dict[str, Tensor]:
         return {"exp_avg": zeros_like(weight, self.states), "exp_avg_sq": zeros_like(weight, self.states)}
 
     def update(self, items: list[Item], lr: float, weight_decay: float, noise: Noise) -> None:
+        if self.kernel:
+            items = self._through_kernel(items, lr, weight_decay)
+        scale_gradients(items)
         fused: list[Item] = []
         for item in items:
             if item.weight.dtype == self.states == item.gradient.dtype == torch.float32:
@@ -34,6 +40,25 @@ class AdamW:
                 self._in_chunks(item, lr, weight_decay, noise)
         if fused:
             self._fused(fused, lr, weight_decay)
+
+    def _through_kernel(self, items: list[Item], lr: float, weight_decay: float) -> list[Item]:
+        """Update those that it serves; gives back the others."""
+        from rft.kernels.adamw import Update, adamw, serves
+
+        left: list[Item] = []
+        taken: list[Update] = []
+        for item in items:
+            first, second = local(item.state["exp_avg"]), local(item.state["exp_avg_sq"])
+            copy = None if item.copy is None else local(item.copy)
+            update = Update(local(item.weight), local(item.gradient), first, second, copy, item.step)
+            if item.weight.is_cuda and serves(update):
+                taken.append(update)
+                item.copied = copy is not None
+            else:
+                left.append(item)
+        if taken:
+            adamw(taken, lr=lr, weight_decay=weight_decay, betas=self.betas, eps=self.eps, factor=items[0].factor)
+        return left
 
     def _fused(self, items: list[Item], lr: float, weight_decay: float) -> None:
         common: dict[str, Any] = {"amsgrad": False, "maximize": False, "capturable": False, "differentiable": False}

@@ -38,6 +38,7 @@ class BitsAndBytes:
     """codes u8 of the weight's shape and a scale for every 256 numbers, for both moments."""
 
     sharded = False  # blocks of a shard are no blocks of the whole: another number of ranks could not resume
+    takes_factor = False
 
     def __init__(self, betas: tuple[float, float], eps: float, *, paged: bool, device: torch.device):
         if why := why_not("bitsandbytes", device, paged=paged):
@@ -94,6 +95,7 @@ class TorchAO:
     """The same in torchao's format, for tensors of whole blocks."""
 
     sharded = False
+    takes_factor = False
 
     def __init__(self, betas: tuple[float, float], eps: float, *, paged: bool, device: torch.device):
         if why := why_not("torchao", device, paged=paged):

@@ -30,12 +30,15 @@ def build(
     keep: frozenset[str] = frozenset(),
     embeddings: frozenset[str] = frozenset(),
     head: frozenset[str] = frozenset(),
+    narrow_gradients: frozenset[str] = frozenset(),
     seed: int = 0,
+    kernels: bool = False,
     home: Home | None = None,
 ) -> Optimizer:
     """The optimizer over the trained parameters. `config.lr` is decided by then.
 
-    embeddings, head: names of embedding tables and of the output head. seed: of stochastic rounding. home: see Optimizer.
+    embeddings, head: names of embedding tables and of the output head. seed: of stochastic rounding. kernels: whether rft's own may
+    be used. narrow_gradients, home: see Optimizer.
     Raises Refused where the library or the sharding cannot serve it.
     """
     assert config.lr != "auto", "resolve() decides optim.lr"
@@ -43,9 +46,18 @@ def build(
     device = next((p.device for _, p in listed), torch.device("cpu"))
     rule_of = RULES[type(config)](config, device, embeddings | head)
     groups = parameter_groups(listed, config, config.lr, embeddings, rule_of=rule_of)
+    for group in groups:
+        if isinstance(group["rule"], AdamW):
+            group["rule"].kernel = kernels
     _refuse_sharded(config, listed, groups)
     return Optimizer(
-        groups, compute_dtype=compute_dtype, keep=keep, seed=seed, in_backward=config.in_backward, home=home
+        groups,
+        compute_dtype=compute_dtype,
+        keep=keep,
+        narrow_gradients=narrow_gradients,
+        seed=seed,
+        in_backward=config.in_backward,
+        home=home,
     )
 
 

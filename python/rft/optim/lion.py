@@ -13,6 +13,7 @@ class Lion:
     """One moment of the weight's shape. states: its type."""
 
     sharded = True
+    takes_factor = False
 
     def __init__(self, betas: tuple[float, float], states: torch.dtype = torch.float32):
         self.betas, self.states = betas, states

@@ -35,6 +35,7 @@ class Muon:
     """One moment of the weight's shape, in its type or fp32."""
 
     sharded = True
+    takes_factor = False
 
     def __init__(self, momentum: float, nesterov: bool, iterations: int):
         self.momentum, self.nesterov, self.iterations = momentum, nesterov, iterations

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from rft.optim.home import Home, Moved
 from rft.optim.rounding import Noise
-from rft.optim.rule import Item, Rule, local
+from rft.optim.rule import Item, Rule, local, scale_gradients
 
 STEP = "step"
 
@@ -23,7 +23,8 @@ class Optimizer:
     the masters, and the module gets copies in that type, refreshed after each step. Gradients are accumulated in the masters'
     type (`Tensor.grad_dtype`). So neither accumulation nor the update rounds to bf16, and no forward casts a weight. None: master
     and parameter are one tensor; then bf16 weights are rounded stochastically. keep: names of parameters that the module computes
-    with as they are. in_backward: update each parameter when its gradient is complete, and free that. home: where states, and masters
+    with as they are. narrow_gradients: names of parameters whose gradient may stay in compute_dtype, since nothing is added to it: of
+    one use in the model, one micro-batch a step, one rank. in_backward: update each parameter when its gradient is complete, and free that. home: where states, and masters
     that are tensors of their own, lie between steps; None = on the parameter's device.
     """
 
@@ -33,6 +34,7 @@ class Optimizer:
         *,
         compute_dtype: torch.dtype | None = None,
         keep: frozenset[str] = frozenset(),
+        narrow_gradients: frozenset[str] = frozenset(),
         seed: int = 0,
         in_backward: bool = False,
         home: Home | None = None,
@@ -51,7 +53,7 @@ class Optimizer:
                 narrow = parameter.dtype if name in keep or compute_dtype is None else compute_dtype
                 self._parameters[name] = self._masters[name] = parameter
                 if narrow != parameter.dtype:
-                    self._masters[name] = master = _split(parameter, narrow)
+                    self._masters[name] = master = _split(parameter, narrow, name in narrow_gradients)
                     if home is not None:
                         self._masters[name] = home.keep(master)
                 if in_backward:
@@ -72,10 +74,13 @@ class Optimizer:
         return counts
 
     @torch.no_grad()
-    def step(self) -> None:
-        """Update every parameter that has a gradient. Those that were updated in backward have none any more."""
+    def step(self, factor: Tensor | None = None) -> None:
+        """Update every parameter that has a gradient. Those that were updated in backward have none any more.
+
+        factor: scalar on the device by which all gradients are multiplied first (clip.py).
+        """
         for group in self.param_groups:
-            self._update(group, [name for name in group["names"] if self._parameters[name].grad is not None])
+            self._update(group, [name for name in group["names"] if self._parameters[name].grad is not None], factor)
 
     def zero_grad(self) -> None:
         for parameter in self._parameters.values():
@@ -96,23 +101,23 @@ class Optimizer:
 
         return arrived
 
-    def _update(self, group: dict[str, Any], names: list[str]) -> None:
+    def _update(self, group: dict[str, Any], names: list[str], factor: Tensor | None = None) -> None:
         if not names:
             return
         for name in names:
             self._allocate(group["rule"], name)
             self._steps[name] += 1
         if self._home is None:
-            self._apply(group, names, self._masters, self._states)
-            copies = [n for n in names if self._masters[n] is not self._parameters[n]]
+            done = self._apply(group, names, self._masters, self._states, factor)
+            copies = [n for n in names if self._masters[n] is not self._parameters[n] and n not in done]
             self._refresh(copies, self._masters)
             return
         # a copy on the way there, one on the way back, and one that is worked on
         for moved in self._home.visits([Moved(n, self._lying(n), self._parameters[n].device) for n in names]):
             states = {n: {k: t for k, t in tensors.items() if k} for n, tensors in moved.items()}
             masters = {n: moved[n].get("", self._masters[n]) for n in moved}
-            self._apply(group, list(moved), masters, states)
-            self._refresh([n for n in moved if "" in moved[n]], masters)
+            done = self._apply(group, list(moved), masters, states, factor)
+            self._refresh([n for n in moved if "" in moved[n] and n not in done], masters)
 
     def _lying(self, name: str) -> dict[str, Tensor]:
         """What of a parameter lies at home: its states, and under "" its master."""
@@ -120,16 +125,27 @@ class Optimizer:
         return own | {key: tensor for key, tensor in self._states[name].items() if key != STEP}
 
     def _apply(
-        self, group: dict[str, Any], names: list[str], masters: dict[str, Tensor], states: dict[str, Any]
-    ) -> None:
+        self,
+        group: dict[str, Any],
+        names: list[str],
+        masters: dict[str, Tensor],
+        states: dict[str, Any],
+        factor: Tensor | None,
+    ) -> set[str]:
+        """Names whose copies are written already."""
         items = []
         for name in names:
             gradient = self._parameters[name].grad
             assert gradient is not None
             # a tensor of its own for the kernel, which counts it up itself: the host's count is what is kept
             state = states[name] | {STEP: self._states[name][STEP]}
-            items.append(Item(name, masters[name], gradient, state, self._steps[name]))
-        group["rule"].update(items, group["lr"], group["weight_decay"], self._noise)
+            copy = None if masters[name] is self._parameters[name] else self._parameters[name].data
+            items.append(Item(name, masters[name], gradient, state, self._steps[name], copy, factor=factor))
+        rule: Rule = group["rule"]
+        if not rule.takes_factor:
+            scale_gradients(items)
+        rule.update(items, group["lr"], group["weight_decay"], self._noise)
+        return {item.name for item in items if item.copied}
 
     def _refresh(self, names: list[str], masters: dict[str, Tensor]) -> None:
         if names:
@@ -201,9 +217,9 @@ class Optimizer:
             self._home.settle()
 
 
-def _split(parameter: nn.Parameter, compute_dtype: torch.dtype) -> Tensor:
+def _split(parameter: nn.Parameter, compute_dtype: torch.dtype, narrow_gradient: bool) -> Tensor:
     """The parameter's tensor as a master of its own; the parameter itself becomes a copy in `compute_dtype`."""
     master = parameter.detach().requires_grad_()
     parameter.data = master.detach().to(compute_dtype)
-    parameter.grad_dtype = master.dtype
+    parameter.grad_dtype = compute_dtype if narrow_gradient else master.dtype
     return master

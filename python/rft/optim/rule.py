@@ -26,6 +26,12 @@ class Item:
     state: dict[str, Tensor]
     step: int
     """From 1: steps that this weight was in, this one counted."""
+    copy: Tensor | None = None
+    """What the module computes with, where that is a narrower tensor than the weight."""
+    copied: bool = False
+    """Whether the rule has written the copy; it is written behind it otherwise."""
+    factor: Tensor | None = None
+    """Scalar on the device by which the gradient is still to be multiplied; given to rules alone that take it."""
 
 
 class Rule(Protocol):
@@ -33,6 +39,8 @@ class Rule(Protocol):
 
     sharded: bool
     """Whether it serves weights of which a rank holds a part."""
+    takes_factor: bool
+    """Whether it multiplies gradients by `Item.factor` itself."""
 
     def init(self, weight: Tensor) -> dict[str, Tensor]:
         """State before the first step, by name; on the weight's device."""
@@ -64,3 +72,14 @@ def chunks(*tensors: Tensor, size: int = CHUNK) -> Iterator[tuple[Tensor, ...]]:
         yield (first, *rest)
         return
     yield from zip(*(t.view(-1).split(size) for t in (first, *rest)), strict=True)
+
+
+def scale_gradients(items: list[Item]) -> None:
+    """Multiply gradients by the factor that they still lack."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for item in items:
+        if item.factor is not None:
+            by_dtype.setdefault(item.gradient.dtype, []).append(local(item.gradient))
+    for dtype, gradients in by_dtype.items():
+        assert items[0].factor is not None
+        torch._foreach_mul_(gradients, items[0].factor.to(dtype))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -199,7 +200,7 @@ def build_run(job: Job, run_dir: Path, checkpoint: Checkpoint | None) -> Run:
         raise ConfigError("train.epochs", f"{job.config.train.epochs:g} is no step at all", wanted="at least one step")
     refuse_many_updates(job, packs_per_step)
     trainee = build_trainee(job)
-    optimizer = build_optimizer(job, trainee, run_dir)
+    optimizer = build_optimizer(job, trainee, run_dir, packs_per_step=packs_per_step)
     config = job.config
     run = Run(
         config=config,
@@ -301,7 +302,7 @@ def quantise_to_fp8(job: Job, layers: list[torch.nn.Module]) -> None:
 
         handed, readers = count_handed_rows(layers)
         if handed:
-            how = "inputs quantised by the norm before, those of down by the gated activation"
+            how = "inputs of q, k, v and of gate, up quantised by the norm before"
             job.receipts.apply("fp8 inputs", handed, readers, how)
         if handed < readers:
             why = "their layer is not served by `add and norm`: a pass of their own quantises them"
@@ -339,7 +340,9 @@ def train_router(job: Job) -> RouterLoss | None:
     return loss
 
 
-def build_optimizer(job: Job, trainee: Trainee, run_dir: Path | None = None) -> Optimizer:
+def build_optimizer(
+    job: Job, trainee: Trainee, run_dir: Path | None = None, *, packs_per_step: int | None = None
+) -> Optimizer:
     """The optimizer over what is trained. Where ranks hold whole weights, bf16 copies are computed with and fp32 masters updated."""
     config, memory = job.config, job.config.memory
     split = job.master_dtype != job.compute_dtype and job.mode != "shard"  # FSDP2 keeps fp32 shards and gathers bf16
@@ -357,11 +360,30 @@ def build_optimizer(job: Job, trainee: Trainee, run_dir: Path | None = None) -> 
         keep=frozenset(f"model.{name}" for name in job.wide),
         embeddings=frozenset(name for name, p in named if id(p) in tables),
         head=frozenset(name for name, p in named if id(p) in output),
+        narrow_gradients=added_once(job, trainee, packs_per_step) if split else frozenset(),
         seed=config.train.seed,
+        kernels=job.kernels,
         home=home,
     )
     tell_optimizer(job, optimizer)
     return optimizer
+
+
+def added_once(job: Job, trainee: Trainee, packs_per_step: int | None) -> frozenset[str]:
+    """Trained parameters to whose gradient a step brings one part, in the compute type: an fp32 tensor for it would hold the same.
+
+    Not those of adapters and of the output head: theirs come in fp32 from where they are made.
+    """
+    if (
+        job.mode != "none"
+        or packs_per_step != job.config.train.micro_batch
+        or isinstance(job.config.adapter, LoraConfig)
+    ):
+        return frozenset()
+    uses = Counter(id(p) for _, p in trainee.named_parameters(remove_duplicate=False))
+    model: Any = trainee.model
+    uses.update(id(p) for p in model.get_output_embeddings().parameters())
+    return frozenset(name for name, p in trainee.named_parameters() if p.requires_grad and uses[id(p)] == 1)
 
 
 def offload_folder(config: Config, run_dir: Path | None = None) -> Path:
