@@ -69,6 +69,7 @@ PARTS: tuple[Part, ...] = (
     Part("bench", "train/parity {parity}", 300),
     Part("bench", "train/first_loss {first_loss}", 120, "train/first_loss --tiny"),
     Part("tests", "tests/parallel/test_nccl.py", 240),
+    Part("bench", "train/scaling --parts nccl parity killed speed checkpoint", 560, "train/scaling --tiny --parts parity"),
 )  # fmt: skip
 """In order of importance: is it right, how fast is it and where does the time go, then each case beside its peers in one run. `{name}` stands
 for the value of --name; without one the part is left out."""

@@ -7,9 +7,10 @@ backward reads each dy once for both of a branch's gradients (lora.py); gradient
 MLP keeps the large products of gate and up; their branches are added, and activation(gate) * up is made again in the backward pass,
 in the kernels that read them anyway (lora_swiglu.py).
 
-A weight may be FP8 (fp8.py): then the large products alone are FP8, and the branches see the unquantised input. Quantised rows of the
-input come from the norm that made it, or are made here; the gradients of linears that share an input are quantised side by side, for one
-product. Dropout of a branch's input is drawn where it is needed, in both passes, and never stored (dropout.py).
+A weight may be FP8 (fp8.py): then the large products alone are FP8, and the branches see the unquantised input. Quantised rows come from
+the norm before, or are made here: made by the activation's kernels they took longer, since a row is read twice there (forward 0.31 ms
+against 0.16 + 0.10, backward 0.57 against 0.33 + 0.19, 8192 x 14336, H200). Dropout of a branch's input
+is drawn where it is needed, in both passes, and never stored (dropout.py).
 Not registered as single ops: `torch.compile` traces through the autograd functions and stops at the registered ops inside.
 """
 
@@ -271,14 +272,13 @@ def _add_back(
 ) -> Tensor:  # fmt: skip
     """total + dy @ weight; `total` is ours and is added to where it lies."""
     if isinstance(weight, fp8.Weight):
-        rows = fp8.quantise_rows(dy)
-        back = fp8.product_back(*rows, weight.by_column, weight.column_scale, dy.dtype)
+        back = fp8.product_back(*fp8.quantise_rows(dy), weight.by_column, weight.column_scale, dy.dtype)
         return back if total is None else total.add_(back)
     return dy @ weight if total is None else total.addmm_(dy, weight)
 
 
 def _joined_back(dys: Sequence[Tensor | None], linears: Sequence[FrozenLinear], dtype: torch.dtype) -> Tensor | None:
-    """Sum of dy @ weight over FP8 weights as one product over all their outputs, where these were quantised for that; else None."""
+    """Sum of dy @ weight over FP8 weights as one product over all their outputs, where they were quantised for that; else None."""
     weights = [linear.weight for linear in linears if isinstance(linear.weight, fp8.Weight)]
     given = [dy for dy in dys if dy is not None]
     if not 2 <= len(weights) == len(given) == len(linears) <= fp8.JOINED:

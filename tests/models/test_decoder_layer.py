@@ -106,7 +106,7 @@ def test_what_the_layer_does_is_found_by_comparing_and_not_by_names(options, why
         assert_close(gradients[name], gradient, 2e-5, name)
 
 
-def test_norms_and_activations_hand_on_fp8_rows_and_nothing_else_of_the_step_changes(monkeypatch):
+def test_norms_hand_on_fp8_rows_and_nothing_else_of_the_step_changes(monkeypatch):
     from peft import LoraConfig, get_peft_model
 
     passes = []
@@ -142,7 +142,7 @@ def test_norms_and_activations_hand_on_fp8_rows_and_nothing_else_of_the_step_cha
     assert torch.equal(hidden_again, hidden)
     for name, gradient in gradients.items():
         assert torch.equal(gradients_again[name], gradient), name
-    # of each layer the inputs of q, k, v and of gate, up; what is left: the inputs of o and down and their gradients; those of q, k, v and of
+    # of each layer the inputs of q, k, v and of gate, up; what is left: inputs and gradients of o and down; the gradients of q, k, v and those of
     # gate, up are quantised together
     assert own_passes - left == 4
     assert left == 2 * 4

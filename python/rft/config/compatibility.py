@@ -46,7 +46,7 @@ def has_held_out(config: Config) -> bool:
 
 def uses_disk(config: Config) -> bool:
     """Whether anything may go to `memory.offload_dir`."""
-    return config.memory.offload_states == "disk"
+    return "disk" in (config.memory.offload, config.memory.offload_states)
 
 
 def _adapter_shape_given(config: Config) -> bool:
@@ -271,11 +271,19 @@ RULES: tuple[Rule, ...] = (
         {"memory": {"offload_states": "cpu"}, "parallel": {"data": "shard"}},
     ),
     Rule(
+        "host memory for nothing",
+        ("memory.offload_host", "memory.offload_keep", "memory.offload"),
+        lambda c: (is_set(c.memory, "offload_host") or c.memory.offload_keep > 0) and c.memory.offload == "none",
+        "says how much lies where, and nothing is offloaded",
+        'set memory.offload = "cpu", or leave out memory.offload_host and memory.offload_keep',
+        {"memory": {"offload_host": 64}},
+    ),
+    Rule(
         "a folder for nothing",
-        ("memory.offload_dir", "memory.offload_states"),
+        ("memory.offload_dir", "memory.offload", "memory.offload_states"),
         lambda c: is_set(c.memory, "offload_dir") and not uses_disk(c),
         "names a folder, and nothing goes to disk",
-        'set memory.offload_states = "disk", or leave out memory.offload_dir',
+        'set memory.offload or memory.offload_states to "disk", or leave out memory.offload_dir',
         {"memory": {"offload_dir": "/tmp"}},
     ),
     Rule(

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from rft.errors import ConfigError
+from rft.pinned import HostMemory
 
 BUCKET_BYTES = 256 << 20
 """Bytes that visit at one time: 5 ms over PCIe 5. Three buckets are on the device at most."""
@@ -48,6 +49,7 @@ class Home:
         self._back = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._sent: dict[str, torch.cuda.Event] = {}
         self._leaving: tuple[Any, torch.cuda.Event] | None = None
+        self._memory: list[HostMemory] = []
         self.bytes = 0
 
     def keep(self, tensor: Tensor) -> Tensor:
@@ -57,7 +59,9 @@ class Home:
         if self.where == "disk" and size:
             made = self._in_file(tensor.numel(), tensor.dtype).view(tensor.shape)
         else:
-            made = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._there is not None)
+            memory = HostMemory(size, pinned=self._there is not None)
+            self._memory.append(memory)
+            made = memory.tensor(tensor.numel(), tensor.dtype).view(tensor.shape)
         return made.copy_(tensor.detach())
 
     def _in_file(self, numbers: int, dtype: torch.dtype) -> Tensor:

@@ -6,7 +6,7 @@ import os
 import random
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,14 @@ from rft.data.loader import Loader
 from rft.data.prepare import Prepared, prepare
 from rft.errors import ConfigError, Refused
 from rft.losses import SftLoss
+from rft.memory.disk import DiskFile
+from rft.memory.host_pool import HostPool
+from rft.memory.offload import Offloader
+from rft.memory.planner import Planned
 from rft.memory.recompute import apply_recompute
 from rft.memory.recompute import why_not as why_no_recompute
-from rft.models.attention import choose_backend, install_attention
+from rft.memory.tiled_mlp import apply_tiled_mlp
+from rft.models.attention import NAME, choose_backend, install_attention, why_not_kept
 from rft.models.aux_loss import RouterLoss
 from rft.models.backbone import Backbone, decoder_layers
 from rft.models.describe import Facts, describe
@@ -33,6 +38,7 @@ from rft.models.head import KERNEL_ALLOWED, Head, auto_chunk_rows, compare_kerne
 from rft.models.load import build_meta, find_model, materialise
 from rft.models.probe import Probed, probe_architecture, require_packing
 from rft.models.receipts import Receipts
+from rft.models.rope import settle_dynamic
 from rft.models.source import ModelSource
 from rft.models.surgery import apply_swaps, why_no_kernels
 from rft.models.tokenizer import TokenizerFiles, load_tokenizer
@@ -43,8 +49,17 @@ from rft.parallel.fsdp import local_part
 from rft.parallel.mesh import World
 from rft.training.decision import Decision
 from rft.training.flops import count_flops
-from rft.training.machine import Machine, inspect_machine, limit_threads
-from rft.training.resolve import plan_packs_per_step, plan_total_steps, resolve, resolve_for_data, resolve_precision
+from rft.training.machine import Machine, free_host_bytes, inspect_machine, limit_threads
+from rft.training.resolve import (
+    plan_packs_per_step,
+    plan_total_steps,
+    planned_for,
+    resolve,
+    resolve_for_data,
+    resolve_precision,
+    resolve_rope,
+    tell_rope,
+)
 from rft.training.resume import accumulate_on_resume
 from rft.training.run import Run
 from rft.training.signals import Signals
@@ -52,6 +67,8 @@ from rft.training.state import TrainState, resume_state
 from rft.training.trackers import check_trackers
 from rft.training.trainee import Trainee
 
+HOST_SHARE = 0.8
+"""Of the host memory that is free at the start: what offloading may take where the config does not say."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -75,6 +92,8 @@ class Job:
     prepared: Prepared | None = None
     kernels: bool = False
     """Whether the Triton kernels are swapped in."""
+    planned: Planned | None = None
+    """What the planner expects of a step; None on a CPU, which is not planned for."""
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -100,7 +119,11 @@ def inspect_job(config: Config, world: World, *, kernels: bool | None = None) ->
     limit_threads()
     machine = inspect_machine(world.device, world.world_size)
     config, decisions = resolve_precision(config, machine)
+    config, of_rope = resolve_rope(config)
+    decisions += of_rope
     source = find_model(config.model)
+    config, of_rope = tell_rope(config, source.rope)
+    decisions += of_rope
     tokenizer = load_tokenizer(config.model)
     compute_dtype = DTYPES[config.train.precision]
     master_dtype = torch.float32 if compute_dtype == torch.float32 else DTYPES[config.train.master]
@@ -123,6 +146,11 @@ def inspect_job(config: Config, world: World, *, kernels: bool | None = None) ->
         receipts.ask("full fine-tuning")
         train_everything(model, dtype=master_dtype)
     facts = describe(model)
+    if source.rope:
+        facts = replace(facts, max_positions=config.model.rope.target_length)
+        receipts.apply("positions", facts.num_layers, facts.num_layers, source.rope)
+        if config.model.rope.method == "none":
+            log.warn(f"positions beyond those that the model was trained for, without scaling: {source.rope}")
     no_kernels = why_no_kernels(world.device) if kernels is None else None if kernels else "switched off by the caller"
     if no_kernels:
         receipts.decline("kernels", 0, no_kernels)
@@ -135,6 +163,7 @@ def inspect_job(config: Config, world: World, *, kernels: bool | None = None) ->
     rows = auto_chunk_rows(
         world.device.type, facts.vocab_size, kernels=not no_kernels, head_trained=head_trained, itemsize=itemsize
     )
+    can_recompute = not why_no_recompute(list(decoder_layers(model)))
     config, more = resolve(
         config,
         facts,
@@ -144,8 +173,13 @@ def inspect_job(config: Config, world: World, *, kernels: bool | None = None) ->
         store=str(default_root()),
         kernels=not no_kernels,
         isolates=probed.isolates,
-        can_recompute=not why_no_recompute(list(decoder_layers(model))),
+        can_recompute=can_recompute,
     )
+    planned = None
+    if machine.kind == "cuda":
+        planned = planned_for(
+            config, facts, machine, kernels=not no_kernels, can_recompute=can_recompute, isolates=probed.isolates
+        )
     assert isinstance(config.train.micro_batch, int)
     require_packing(
         probed, packing=config.data.packing, micro_batch=config.train.micro_batch, name=type(model).__name__
@@ -163,6 +197,7 @@ def inspect_job(config: Config, world: World, *, kernels: bool | None = None) ->
         receipts=receipts,
         decisions=[*decisions, *more],
         kernels=not no_kernels,
+        planned=planned,
     )
 
 
@@ -199,7 +234,7 @@ def build_run(job: Job, run_dir: Path, checkpoint: Checkpoint | None) -> Run:
     if total_steps == 0:
         raise ConfigError("train.epochs", f"{job.config.train.epochs:g} is no step at all", wanted="at least one step")
     refuse_many_updates(job, packs_per_step)
-    trainee = build_trainee(job)
+    trainee = build_trainee(job, run_dir)
     optimizer = build_optimizer(job, trainee, run_dir, packs_per_step=packs_per_step)
     config = job.config
     run = Run(
@@ -252,7 +287,7 @@ def refuse_many_updates(job: Job, packs_per_step: int) -> None:
         )
 
 
-def build_trainee(job: Job) -> Trainee:
+def build_trainee(job: Job, run_dir: Path | None = None) -> Trainee:
     """The model with everything swapped in, sharded where asked, its weights read, around which the trainee is put."""
     config, world, model = job.config, job.world, job.model
     apply_swaps(model, job.receipts, device=world.device, kernels=job.kernels)
@@ -266,16 +301,14 @@ def build_trainee(job: Job) -> Trainee:
     backbone = Backbone(model, attention, router_logits=losses.router, isolate=job.probed.isolates)
     trainee = Trainee(model, backbone, head, losses, router=router)
     layers = list(decoder_layers(model))
-    assert config.memory.recompute != "auto", "resolve() decides memory.recompute"
-    again = apply_recompute(layers, config.memory.recompute)
-    if again:
-        job.receipts.apply("recompute", again, len(layers), "layers keep their input and are computed again")
+    save_memory(job, trainee, layers, run_dir)
     mixed = job.compute_dtype if job.compute_dtype != job.master_dtype else None
     parallelize(trainee, world, job.mode, layers=layers, compute_dtype=mixed)  # type: ignore[arg-type]
     if job.mode != "none":
         how = {"shard": "FSDP2, a group a layer", "replicate": "gradients summed in fp32 during the backward"}[job.mode]
         job.receipts.apply(f"parallel {job.mode}", 1, 1, f"{world.world_size} ranks, {how}")
     materialise(model, job.source, world.device, root=trainee, local_part=local_part)
+    settle_dynamic(model, config.model.rope.target_length)
     if isinstance(config.adapter, LoraConfig):
         initialise(model, config.adapter, seed=config.train.seed, local_part=local_part)
     if config.model.base_weights == "fp8":
@@ -283,6 +316,54 @@ def build_trainee(job: Job) -> Trainee:
     if job.mode == "replicate":
         apply_replicate(trainee, world)
     return trainee.train()
+
+
+def save_memory(job: Job, trainee: Trainee, layers: list[torch.nn.Module], run_dir: Path | None) -> None:
+    """Recompute, offload and tiled MLPs as the config says, with receipts."""
+    memory, receipts = job.config.memory, job.receipts
+    assert memory.recompute != "auto", "resolve() decides memory.recompute"
+    assert memory.tiled_mlp != "auto", "resolve() decides memory.tiled_mlp"
+    if memory.tiled_mlp > 1:
+        receipts.ask("tiled mlp")
+        tiled, left = apply_tiled_mlp(layers, memory.tiled_mlp)
+        if not tiled:
+            raise Refused(f"memory.tiled_mlp = {memory.tiled_mlp}", next(iter(left)), do="leave out memory.tiled_mlp")
+        receipts.apply("tiled mlp", tiled, len(layers), f"{memory.tiled_mlp} pieces of the sequence, gradients once")
+        for why, count in left.items():
+            receipts.decline("tiled mlp", count, why)
+    offloader = None
+    if memory.offload != "none":
+        offloader = build_offloader(job, len(layers), offload_folder(job.config, run_dir))
+        # a plain attribute: no submodule, so no parameter changes its name
+        object.__setattr__(trainee, "offloader", offloader)
+        receipts.apply(f"offload to {memory.offload}", len(layers), len(layers), offloader.describe())
+    again = apply_recompute(layers, memory.recompute, offloader)
+    if not again:
+        return
+    receipts.apply("recompute", again, len(layers), "layers keep their input and are computed again")
+    if memory.recompute == "selective":
+        receipts.ask("attention kept")
+        no_registry = None if job.probed.attention == NAME else "this model does not take its attention from a registry"
+        not_kept = no_registry or why_not_kept(job.config.model.attention, job.probed.needs.dropout)
+        if not_kept:
+            receipts.decline("attention kept", len(layers), not_kept)
+        else:
+            receipts.apply("attention kept", again, len(layers), "output and log-sum-exp; q, k and v are made again")
+
+
+def build_offloader(job: Job, num_layers: int, folder: Path) -> Offloader:
+    """Where layers' kept tensors go, with its share of host memory."""
+    memory, world = job.config.memory, job.world
+    assert memory.offload != "none"
+    if memory.offload_host is not None:
+        limit = int(memory.offload_host * 2**30)
+    else:
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", world.world_size))
+        limit = int(HOST_SHARE * free_host_bytes() / here)
+    disk = DiskFile(folder) if memory.offload == "disk" else None
+    pool = HostPool(limit, pinned=world.device.type == "cuda", disk=disk)
+    keep = int(memory.offload_keep * 2**30)
+    return Offloader(memory.offload, world.device, pool, num_layers, device_bytes=keep)
 
 
 def quantise_to_fp8(job: Job, layers: list[torch.nn.Module]) -> None:

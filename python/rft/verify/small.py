@@ -85,7 +85,7 @@ def make_small(config: Config, folder: Path, *, device: str | None = None) -> Sm
     plain = {"attention": attention, "base_weights": "bf16"}
     case.config = changed(
         config,
-        model={"path": str(folder / "model"), "revision": None, "add_tokens": [], **plain},
+        model={"path": str(folder / "model"), "revision": None, "add_tokens": [], "rope": {}, **plain},
         adapter=adapter,
         data={
             "train": [{"path": str(folder / "rows.jsonl"), "format": "prompt_completion"}],
