@@ -43,9 +43,8 @@ def why_not_fused(module: nn.Module) -> str | None:
         return f"it is a variant of LoRA ({', '.join(variants)})"
     if any(peft.lora_bias.get(a, False) for a in names):
         return "its adapter has a bias of its own"
-    others = sorted(
-        {type(d).__name__ for a in names if type(d := peft.lora_dropout[a]) not in (nn.Dropout, nn.Identity)}
-    )
+    kinds = {type(peft.lora_dropout[a]) for a in names} - {nn.Dropout, nn.Identity}
+    others = sorted(kind.__name__ for kind in kinds)
     return f"its dropout is a {', '.join(others)}" if others else None
 
 
