@@ -383,7 +383,7 @@ def quantise_to_fp8(job: Job, layers: list[torch.nn.Module]) -> None:
 
         handed, readers = count_handed_rows(layers)
         if handed:
-            how = "inputs quantised by the norm before, those of down by the gated activation"
+            how = "inputs of q, k, v and of gate, up quantised by the norm before"
             job.receipts.apply("fp8 inputs", handed, readers, how)
         if handed < readers:
             why = "their layer is not served by `add and norm`: a pass of their own quantises them"
