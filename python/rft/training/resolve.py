@@ -261,6 +261,13 @@ def _check_optim(deciding: _Deciding, config: Config, machine: Machine) -> None:
             wanted="one process",
             do="leave out optim.in_backward",
         )
+    if config.train.on_oom == "replan" and machine.world_size > 1:
+        raise ConfigError(
+            'train.on_oom = "replan"',
+            f"one of {machine.world_size} processes that makes its step again would leave the others waiting in theirs",
+            wanted="one process",
+            do="leave out train.on_oom; `rft plan` says what fits",
+        )
     mode = deciding.changes.get("parallel", {}).get("data", config.parallel.data)
     if config.memory.offload_states != "none" and mode == "shard" and machine.world_size > 1:
         raise ConfigError(
