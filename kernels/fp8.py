@@ -9,6 +9,7 @@ Off CUDA the same numbers are multiplied in fp32 (tests).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -132,9 +133,104 @@ def quantise_rows(x: Tensor) -> Rows:
     return Rows(*_quantise_rows(launch.with_unit_columns(x)))
 
 
+JOINED = 3
+"""Most tensors that `quantise_joined` takes."""
+
+
+@triton.jit
+def _largest_of(x_ptr, N, largest, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    for start in range(0, N, BLOCK):
+        x = tl.load(x_ptr + start + cols, mask=start + cols < N, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(x))
+    return largest
+
+
+@triton.jit
+def _put(x_ptr, N, q_ptr, scale, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    for start in range(0, N, BLOCK):  # again from L2
+        x = tl.load(x_ptr + start + cols, mask=start + cols < N, other=0.0).to(tl.float32)
+        tl.store(q_ptr + start + cols, quotient(x, scale).to(q_ptr.dtype.element_ty), mask=start + cols < N)
+
+
+@triton.jit
+def _quantise_joined_kernel(
+    x_ptr, x_stride, N_x, y_ptr, y_stride, N_y, z_ptr, z_stride, N_z, q_ptr, scale_ptr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """One row of [x | y | z]. An N of 0: it is not there."""
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * x_stride
+    y_ptr += row * y_stride
+    z_ptr += row * z_stride
+    q_ptr += row * (N_x + N_y + N_z)
+    largest = _largest_of(x_ptr, N_x, tl.zeros((BLOCK,), tl.float32), BLOCK)
+    largest = _largest_of(y_ptr, N_y, largest, BLOCK)
+    largest = _largest_of(z_ptr, N_z, largest, BLOCK)
+    scale = scale_of(tl.max(largest, axis=0))
+    tl.store(scale_ptr + row, scale)
+    _put(x_ptr, N_x, q_ptr, scale, BLOCK)
+    _put(y_ptr, N_y, q_ptr + N_x, scale, BLOCK)
+    _put(z_ptr, N_z, q_ptr + N_x + N_y, scale, BLOCK)
+
+
+@torch.library.custom_op("rft::fp8_quantise_joined", mutates_args=())
+def _quantise_joined(x: Tensor, y: Tensor, z: Tensor | None) -> tuple[Tensor, Tensor]:
+    parts = [x, y, x[:, :0] if z is None else z]
+    rows = empty_rows(x.shape[0], sum(p.shape[1] for p in parts), x.device)
+    if rows.q.numel():
+        arguments = [a for p in parts for a in (p, p.stride(0), p.shape[1])]
+        block = launch.power_of_two(max(p.shape[1] for p in parts), most=BLOCK)
+        with launch.on_device_of(x):
+            _quantise_joined_kernel[(x.shape[0],)](
+                *arguments, *rows, BLOCK=block, num_warps=max(1, min(8, block // 512))
+            )
+    return landed(rows)
+
+
+@_quantise_joined.register_fake
+def _(x, y, z):
+    return fake_rows(x.new_empty(x.shape[0], sum(0 if p is None else p.shape[1] for p in (x, y, z))))
+
+
+def quantise_joined(parts: Sequence[Tensor]) -> Rows:
+    """Rows of the parts side by side, one scale a row for all. parts: two or three (M, N_i) of one dtype, any row stride."""
+    if not 2 <= len(parts) <= JOINED:
+        raise ValueError(f"quantise_joined: {len(parts)} tensors, wanted 2 or {JOINED}")
+    if not parts[0].is_cuda:
+        return quantise_rows_reference(torch.cat(list(parts), dim=1))
+    x, y, *z = (launch.with_unit_columns(p) for p in parts)
+    return Rows(*_quantise_joined(x, y, z[0] if z else None))
+
+
 def quantise_weight(weight: Tensor) -> Weight:
     """Both layouts of a (N, K) weight, each quantised from it by its own rows."""
     return Weight(*quantise_rows(weight), *quantise_rows(weight.t().contiguous()))
+
+
+def quantise_weights(weights: Sequence[Tensor]) -> list[Weight]:
+    """Of linears that read one input, (N_i, K) each: their columns lie side by side under common scales, so that the gradient of the
+    input is one product (`joined_columns`)."""
+    columns, column_scale = quantise_rows(torch.cat([w.t() for w in weights], dim=1))
+    parts = columns.split([w.shape[0] for w in weights], dim=1)
+    return [Weight(*quantise_rows(w), part, column_scale) for w, part in zip(weights, parts, strict=True)]
+
+
+def joined_columns(weights: Sequence[Weight]) -> Tensor | None:
+    """(K, sum of N) e4m3 where the column layouts lie side by side in one tensor under common scales, in this order; else None.
+
+    Whoever copies a weight alone takes it out of its tensor: then each is multiplied by itself, with the same numbers.
+    """
+    first = weights[0].by_column
+    end = first.data_ptr()
+    for weight in weights:
+        columns = weight.by_column
+        same = columns.stride() == first.stride() and columns.data_ptr() == end
+        if not same or weight.column_scale.data_ptr() != weights[0].column_scale.data_ptr():
+            return None
+        end += columns.shape[1]
+    width = sum(w.by_column.shape[1] for w in weights)
+    return first.as_strided((first.shape[0], width), (first.stride(0), 1)) if first.stride(0) == width else None
 
 
 def product(q: Tensor, scale: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -143,9 +239,9 @@ def product(q: Tensor, scale: Tensor, weight: Weight, bias: Tensor | None, dtype
     return y if bias is None else y.add_(bias.to(dtype))
 
 
-def product_back(q: Tensor, scale: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor:
-    """(T, K) = (q * scale) @ W, for a gradient of the output."""
-    return _scaled(q, scale, weight.by_column, weight.column_scale, dtype, fast=False)
+def product_back(q: Tensor, scale: Tensor, columns: Tensor, column_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """(T, K) = (q * scale) @ W, for a gradient of the output. columns: (K, N), of one weight or joined."""
+    return _scaled(q.contiguous(), scale, columns.contiguous(), column_scale, dtype, fast=False)
 
 
 def _scaled(q: Tensor, scale: Tensor, other: Tensor, other_scale: Tensor, dtype: torch.dtype, *, fast: bool) -> Tensor:

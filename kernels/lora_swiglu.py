@@ -3,7 +3,6 @@
 T tokens, N columns, r rank. A branch added to a (T, N) tensor by a product of its own reads and writes all of it; here each tile
 takes its branches while it is in registers anyway, as dots over the rank. Backward makes the two inputs again, adds the branch of
 `grad` that comes from the linear behind, and gives both gradients (and y) as swiglu.py does. The same bytes as there, and T r + N r.
-For FP8 linears the results come quantised by row as well: a program has whole rows, and reads back what it stored.
 A step of other ops: no gradient of its own.
 """
 
@@ -16,15 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rft.kernels import fp8, launch
+from rft.kernels import launch
 from rft.kernels.swiglu import Activation, _activate, _check_activation, gated_activation_reference
 
-BLOCK_T = 64
+BLOCK_T = 32
 BLOCK_N = 128
-NUM_WARPS = 8
-FP8_BLOCK_T = 16
-FP8_BLOCK_N = 256
-FP8_NUM_WARPS = 8
+NUM_WARPS = 4
+"""8192 x 14336 at rank 16: 0.252 ms forward (two branches added by products of their own and the activation: 0.56), 0.482 backward (0.93), of
+nine tiles tried the fastest both ways (bench/kernels/tune.py, H200)."""
 MAX_RANK = 64
 """Above it the dots would cost more than the passes that they save; nothing was tuned for it."""
 
@@ -123,126 +121,6 @@ def _lora_backward_kernel(
         tl.store(out_ptr + row * N + cols, a * u, mask=mask)
 
 
-@triton.jit
-def _row_maximum(largest, x):
-    return tl.maximum(largest, tl.max(tl.abs(x), axis=1))
-
-
-@triton.jit
-def _quantise_stored(x_ptr, q_ptr, scale_ptr, largest, row, N, in_rows, BLOCK_N: tl.constexpr):
-    """Rows that this program has stored, quantised. row: (BLOCK_T, 1)."""
-    scale = fp8.scale_of(largest)[:, None]
-    tl.store(scale_ptr + row, scale, mask=in_rows)
-    for start in range(0, N, BLOCK_N):
-        cols = start + tl.arange(0, BLOCK_N)[None, :]
-        mask = in_rows & (cols < N)
-        x = tl.load(x_ptr + row * N + cols, mask=mask, other=0.0).to(tl.float32)
-        tl.store(q_ptr + row * N + cols, fp8.quotient(x, scale).to(q_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _lora_forward_fp8_kernel(
-    gate_ptr, gate_stride, up_ptr, up_stride, out_ptr, q_ptr, scale_ptr,
-    gl_ptr, gl_stride, gr_ptr, gr_stride, g_rank, ul_ptr, ul_stride, ur_ptr, ur_stride, u_rank, T, N,
-    KIND: tl.constexpr, R_G: tl.constexpr, R_U: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """What is quantised is the result rounded to the type of `out`, as a pass of its own would read it."""
-    row = (tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
-    in_rows = row < T
-    largest = tl.zeros((BLOCK_T,), tl.float32)
-    for start in range(0, N, BLOCK_N):
-        cols = start + tl.arange(0, BLOCK_N)[None, :]
-        in_cols = cols < N
-        g = _tile(
-            gate_ptr,
-            gate_stride,
-            gl_ptr,
-            gl_stride,
-            gr_ptr,
-            gr_stride,
-            g_rank,
-            row,
-            cols,
-            in_rows,
-            in_cols,
-            R_G,
-            PRECISION,
-        )
-        u = _tile(
-            up_ptr, up_stride, ul_ptr, ul_stride, ur_ptr, ur_stride, u_rank, row, cols, in_rows, in_cols, R_U, PRECISION
-        )
-        a, _ = _activate(g, KIND)
-        h = (a * u).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + row * N + cols, h, mask=in_rows & in_cols)
-        largest = _row_maximum(largest, h.to(tl.float32))
-    tl.debug_barrier()  # what one thread stored, another reads
-    _quantise_stored(out_ptr, q_ptr, scale_ptr, largest, row, N, in_rows, BLOCK_N)
-
-
-@triton.jit
-def _lora_backward_fp8_kernel(
-    grad_ptr, grad_stride, gate_ptr, gate_stride, up_ptr, up_stride, d_gate_ptr, d_up_ptr, out_ptr,
-    gate_q_ptr, gate_scale_ptr, up_q_ptr, up_scale_ptr, dl_ptr, dl_stride, dr_ptr, dr_stride, d_rank,
-    gl_ptr, gl_stride, gr_ptr, gr_stride, g_rank, ul_ptr, ul_stride, ur_ptr, ur_stride, u_rank, T, N,
-    KIND: tl.constexpr, R_D: tl.constexpr, R_G: tl.constexpr, R_U: tl.constexpr, PRECISION: tl.constexpr,
-    WANT_OUTPUT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    row = (tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
-    in_rows = row < T
-    gate_largest = tl.zeros((BLOCK_T,), tl.float32)
-    up_largest = tl.zeros((BLOCK_T,), tl.float32)
-    for start in range(0, N, BLOCK_N):
-        cols = start + tl.arange(0, BLOCK_N)[None, :]
-        in_cols = cols < N
-        mask = in_rows & in_cols
-        g = _tile(
-            gate_ptr,
-            gate_stride,
-            gl_ptr,
-            gl_stride,
-            gr_ptr,
-            gr_stride,
-            g_rank,
-            row,
-            cols,
-            in_rows,
-            in_cols,
-            R_G,
-            PRECISION,
-        )
-        u = _tile(
-            up_ptr, up_stride, ul_ptr, ul_stride, ur_ptr, ur_stride, u_rank, row, cols, in_rows, in_cols, R_U, PRECISION
-        )
-        d = _tile(
-            grad_ptr,
-            grad_stride,
-            dl_ptr,
-            dl_stride,
-            dr_ptr,
-            dr_stride,
-            d_rank,
-            row,
-            cols,
-            in_rows,
-            in_cols,
-            R_D,
-            PRECISION,
-        )
-        a, slope = _activate(g, KIND)
-        d_gate = (d * u * slope).to(d_gate_ptr.dtype.element_ty)
-        d_up = (d * a).to(d_up_ptr.dtype.element_ty)
-        tl.store(d_gate_ptr + row * N + cols, d_gate, mask=mask)
-        tl.store(d_up_ptr + row * N + cols, d_up, mask=mask)
-        if WANT_OUTPUT:
-            tl.store(out_ptr + row * N + cols, a * u, mask=mask)
-        gate_largest = _row_maximum(gate_largest, d_gate.to(tl.float32))
-        up_largest = _row_maximum(up_largest, d_up.to(tl.float32))
-    tl.debug_barrier()  # what one thread stored, another reads
-    _quantise_stored(d_gate_ptr, gate_q_ptr, gate_scale_ptr, gate_largest, row, N, in_rows, BLOCK_N)
-    _quantise_stored(d_up_ptr, up_q_ptr, up_scale_ptr, up_largest, row, N, in_rows, BLOCK_N)
-
-
 def _arguments(left: Tensor | None, right: Tensor | None) -> tuple:
     """(left, its stride, right, its stride, rank) of a branch for the kernel."""
     if left is None or right is None:
@@ -311,52 +189,6 @@ def _(grad, gate, up, dl, dr, gl, gr, ul, ur, activation, want_output):
     return _three(gate, want_output)
 
 
-@torch.library.custom_op("rft::lora_gated_activation_fp8", mutates_args=())
-def _lora_gated_activation_fp8(
-    gate: Tensor, up: Tensor, gl: Tensor | None, gr: Tensor | None, ul: Tensor | None, ur: Tensor | None, activation: str
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    (T, N), out = gate.shape, torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    rows = fp8.empty_rows(T, N, gate.device)
-    if T * N:
-        with launch.on_device_of(gate):
-            _lora_forward_fp8_kernel[(triton.cdiv(T, FP8_BLOCK_T),)](
-                gate, gate.stride(0), up, up.stride(0), out, *rows, *_arguments(gl, gr), *_arguments(ul, ur), T, N,
-                KIND=activation, R_G=_padded(gl), R_U=_padded(ul), PRECISION=_precision(gate),
-                BLOCK_T=FP8_BLOCK_T, BLOCK_N=FP8_BLOCK_N, num_warps=FP8_NUM_WARPS,
-            )  # fmt: skip
-    return out, *fp8.landed(rows)
-
-
-@_lora_gated_activation_fp8.register_fake
-def _(gate, up, gl, gr, ul, ur, activation):
-    return torch.empty(gate.shape, dtype=gate.dtype, device=gate.device), *fp8.fake_rows(gate)
-
-
-@torch.library.custom_op("rft::lora_gated_activation_backward_fp8", mutates_args=())
-def _lora_gated_activation_backward_fp8(
-    grad: Tensor, gate: Tensor, up: Tensor, dl: Tensor | None, dr: Tensor | None, gl: Tensor | None, gr: Tensor | None,
-    ul: Tensor | None, ur: Tensor | None, activation: str, want_output: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(d_gate, d_up, y or an empty tensor, d_gate quantised and its scales, d_up likewise)."""
-    T, N = gate.shape
-    d_gate, d_up, out = _three(gate, want_output)
-    gate_rows, up_rows = (fp8.empty_rows(T, N, gate.device) for _ in range(2))
-    if T * N:
-        with launch.on_device_of(gate):
-            _lora_backward_fp8_kernel[(triton.cdiv(T, FP8_BLOCK_T),)](
-                grad, grad.stride(0), gate, gate.stride(0), up, up.stride(0), d_gate, d_up, out, *gate_rows, *up_rows,
-                *_arguments(dl, dr), *_arguments(gl, gr), *_arguments(ul, ur), T, N,
-                KIND=activation, R_D=_padded(dl), R_G=_padded(gl), R_U=_padded(ul), PRECISION=_precision(gate),
-                WANT_OUTPUT=want_output, BLOCK_T=FP8_BLOCK_T, BLOCK_N=FP8_BLOCK_N, num_warps=FP8_NUM_WARPS,
-            )  # fmt: skip
-    return d_gate, d_up, out, *fp8.landed(gate_rows), *fp8.landed(up_rows)
-
-
-@_lora_gated_activation_backward_fp8.register_fake
-def _(grad, gate, up, dl, dr, gl, gr, ul, ur, activation, want_output):
-    return *_three(gate, want_output), *fp8.fake_rows(gate), *fp8.fake_rows(gate)
-
-
 def _check(gate: Tensor, *tensors: Tensor, branches: tuple[LowRank | None, ...]) -> None:
     T, N = gate.shape
     for x in tensors:
@@ -401,29 +233,3 @@ def lora_gated_activation_backward(
         grad, gate, up, *_flat(grad_branch, gate_branch, up_branch), activation, want_output
     )
     return out if want_output else None, d_gate, d_up
-
-
-def lora_gated_activation_fp8(
-    gate: Tensor, up: Tensor, gate_branch: LowRank | None, up_branch: LowRank | None, activation: Activation = "silu", *,
-    want_output: bool,
-) -> tuple[Tensor | None, fp8.Rows]:  # fmt: skip
-    """(`lora_gated_activation` or None, the same quantised by row)."""
-    _check_activation(activation)
-    _check(gate, up, branches=(gate_branch, up_branch))
-    gate, up = launch.with_unit_columns(gate), launch.with_unit_columns(up)
-    out, *rows = _lora_gated_activation_fp8(gate, up, *_flat(gate_branch, up_branch), activation)
-    return out if want_output else None, fp8.Rows(*rows)
-
-
-def lora_gated_activation_backward_fp8(
-    grad: Tensor, gate: Tensor, up: Tensor, grad_branch: LowRank | None, gate_branch: LowRank | None, up_branch: LowRank | None,
-    activation: Activation = "silu", *, want_output: bool = False,
-) -> tuple[Tensor | None, Tensor, Tensor, fp8.Rows, fp8.Rows]:  # fmt: skip
-    """`lora_gated_activation_backward`, and the gradients of gate and up quantised by row."""
-    _check_activation(activation)
-    _check(gate, up, grad, branches=(grad_branch, gate_branch, up_branch))
-    grad, gate, up = (launch.with_unit_columns(t) for t in (grad, gate, up))
-    d_gate, d_up, out, *rows = _lora_gated_activation_backward_fp8(
-        grad, gate, up, *_flat(grad_branch, gate_branch, up_branch), activation, want_output
-    )
-    return out if want_output else None, d_gate, d_up, fp8.Rows(*rows[:2]), fp8.Rows(*rows[2:])

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from rft.kernels import fp8, launch
 
@@ -290,6 +291,47 @@ def rms_norm_fp8(
     _check("rms_norm_fp8", x, weight)
     y, _, *rows = _rms_norm_fp8(launch.as_rows(x), weight.contiguous(), eps, offset, cast_before_weight)
     return y.view(x.shape), fp8.Rows(*rows)
+
+
+class _Beside(torch.autograd.Function):
+    """The norm of x, and x itself for whoever else reads it: what comes back for x is added in the norm's own backward pass."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps, offset, cast_before_weight, quantise):
+        rows = launch.as_rows(x)
+        y, rstd, *quantised = (_rms_norm_fp8 if quantise else _rms_norm)(rows, weight, eps, offset, cast_before_weight)
+        ctx.save_for_backward(rows, weight, rstd)
+        ctx.casting = offset, cast_before_weight
+        ctx.mark_non_differentiable(*quantised)
+        ctx.set_materialize_grads(False)
+        return y.view(x.shape), x, *quantised
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, d_x, *_):
+        rows, weight, rstd = ctx.saved_tensors
+        if dy is None:
+            return d_x, None, None, None, None, None
+        need_weight = ctx.needs_input_grad[1]
+        d_beside = None if d_x is None else launch.as_rows(d_x)
+        dx, d_weight = _rms_norm_backward(launch.as_rows(dy), d_beside, rows, weight, rstd, *ctx.casting, need_weight)
+        return dx.view(dy.shape), d_weight if need_weight else None, None, None, None, None
+
+
+def rms_norm_beside(
+    x: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    cast_before_weight: bool = True,
+    quantise: bool = False,
+) -> tuple[Tensor, Tensor, fp8.Rows | None]:
+    """(`rms_norm`, x, and with `quantise` the rows of `rms_norm_fp8`), for a residual stream: everybody else reads the second result, so
+    that the gradient of x is summed in one pass."""
+    _check("rms_norm_beside", x, weight)
+    y, same, *rows = _Beside.apply(x, weight.contiguous(), eps, offset, cast_before_weight, quantise)
+    return y, same, fp8.Rows(*rows) if rows else None
 
 
 def add_rms_norm(

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rft.kernels import fp8, launch
+from rft.kernels import launch
 
 Activation = Literal["silu", "gelu_tanh", "gelu_erf", "relu2"]
 ACTIVATIONS = get_args(Activation)
@@ -22,10 +22,6 @@ ACTIVATIONS = get_args(Activation)
 BLOCK = 2048
 NUM_WARPS = 8
 """0.863 ms both ways at 16384 x 14336, of 10 pairs tried the fastest (bench/kernels/tune.py, H200)."""
-
-ROW_BLOCK = 4096
-"""Columns at a time where a program has a whole row, since its largest value is needed before anything can be stored as FP8; it goes twice
-over the row, the second time from L2."""
 
 SQRT_HALF = tl.constexpr(math.sqrt(0.5))
 INVERSE_SQRT_TWO_PI = tl.constexpr(1 / math.sqrt(2 * math.pi))
@@ -97,88 +93,6 @@ def _backward_kernel(
     tl.store(d_up_ptr + row * d_stride + cols, d * a, mask=mask)
     if WANT_OUTPUT:
         tl.store(out_ptr + row * N + cols, a * u, mask=mask)
-
-
-@triton.jit
-def _forward_fp8_kernel(
-    gate_ptr, gate_stride, up_ptr, up_stride, out_ptr, q_ptr, scale_ptr, N,
-    KIND: tl.constexpr, WANT_OUTPUT: tl.constexpr, ONE_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One row. What is quantised is the result rounded to the type of `out`, as a pass of its own would read it."""
-    row = tl.program_id(0).to(tl.int64)
-    gate_ptr += row * gate_stride
-    up_ptr += row * up_stride
-    cols = tl.arange(0, BLOCK)
-    largest = tl.zeros((BLOCK,), tl.float32)
-    h = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, N, BLOCK):
-        mask = start + cols < N
-        g = tl.load(gate_ptr + start + cols, mask=mask, other=0.0).to(tl.float32)
-        u = tl.load(up_ptr + start + cols, mask=mask, other=0.0).to(tl.float32)
-        a, _ = _activate(g, KIND)
-        h = (a * u).to(out_ptr.dtype.element_ty).to(tl.float32)
-        largest = tl.maximum(largest, tl.abs(h))
-        if WANT_OUTPUT:
-            tl.store(out_ptr + row * N + start + cols, h, mask=mask)
-    scale = fp8.scale_of(tl.max(largest, axis=0))
-    tl.store(scale_ptr + row, scale)
-    if ONE_BLOCK:
-        tl.store(q_ptr + row * N + cols, fp8.quotient(h, scale).to(q_ptr.dtype.element_ty), mask=cols < N)
-    else:
-        for start in range(0, N, BLOCK):
-            mask = start + cols < N
-            g = tl.load(gate_ptr + start + cols, mask=mask, other=0.0).to(tl.float32)
-            u = tl.load(up_ptr + start + cols, mask=mask, other=0.0).to(tl.float32)
-            a, _ = _activate(g, KIND)
-            h = (a * u).to(out_ptr.dtype.element_ty).to(tl.float32)
-            q = fp8.quotient(h, scale).to(q_ptr.dtype.element_ty)
-            tl.store(q_ptr + row * N + start + cols, q, mask=mask)
-
-
-@triton.jit
-def _backward_fp8_kernel(
-    grad_ptr, grad_stride, gate_ptr, gate_stride, up_ptr, up_stride, d_gate_ptr, d_up_ptr, out_ptr,
-    gate_q_ptr, gate_scale_ptr, up_q_ptr, up_scale_ptr, N,
-    KIND: tl.constexpr, WANT_OUTPUT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One row: the gradients of gate and up as `_backward_kernel` stores them, and both quantised."""
-    row = tl.program_id(0).to(tl.int64)
-    grad_ptr += row * grad_stride
-    gate_ptr += row * gate_stride
-    up_ptr += row * up_stride
-    cols = tl.arange(0, BLOCK)
-    gate_largest = tl.zeros((BLOCK,), tl.float32)
-    up_largest = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, N, BLOCK):
-        mask = start + cols < N
-        d = tl.load(grad_ptr + start + cols, mask=mask, other=0.0).to(tl.float32)
-        g = tl.load(gate_ptr + start + cols, mask=mask, other=0.0).to(tl.float32)
-        u = tl.load(up_ptr + start + cols, mask=mask, other=0.0).to(tl.float32)
-        a, slope = _activate(g, KIND)
-        d_gate = (d * u * slope).to(d_gate_ptr.dtype.element_ty)
-        d_up = (d * a).to(d_up_ptr.dtype.element_ty)
-        tl.store(d_gate_ptr + row * N + start + cols, d_gate, mask=mask)
-        tl.store(d_up_ptr + row * N + start + cols, d_up, mask=mask)
-        if WANT_OUTPUT:
-            tl.store(out_ptr + row * N + start + cols, a * u, mask=mask)
-        gate_largest = tl.maximum(gate_largest, tl.abs(d_gate.to(tl.float32)))
-        up_largest = tl.maximum(up_largest, tl.abs(d_up.to(tl.float32)))
-    gate_scale = fp8.scale_of(tl.max(gate_largest, axis=0))
-    up_scale = fp8.scale_of(tl.max(up_largest, axis=0))
-    tl.store(gate_scale_ptr + row, gate_scale)
-    tl.store(up_scale_ptr + row, up_scale)
-    for start in range(0, N, BLOCK):  # made again: what was stored may not yet be seen by other threads of the program
-        mask = start + cols < N
-        d = tl.load(grad_ptr + start + cols, mask=mask, other=0.0).to(tl.float32)
-        g = tl.load(gate_ptr + start + cols, mask=mask, other=0.0).to(tl.float32)
-        u = tl.load(up_ptr + start + cols, mask=mask, other=0.0).to(tl.float32)
-        a, slope = _activate(g, KIND)
-        d_gate = (d * u * slope).to(d_gate_ptr.dtype.element_ty).to(tl.float32)
-        d_up = (d * a).to(d_up_ptr.dtype.element_ty).to(tl.float32)
-        gate_q = fp8.quotient(d_gate, gate_scale).to(gate_q_ptr.dtype.element_ty)
-        up_q = fp8.quotient(d_up, up_scale).to(up_q_ptr.dtype.element_ty)
-        tl.store(gate_q_ptr + row * N + start + cols, gate_q, mask=mask)
-        tl.store(up_q_ptr + row * N + start + cols, up_q, mask=mask)
 
 
 def _rows_of(*tensors: Tensor) -> tuple[int, int]:
@@ -255,72 +169,6 @@ def _gated_activation_again(
 @_gated_activation_again.register_fake
 def _(grad, gate, up, activation):
     return tuple(torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(3))
-
-
-@torch.library.custom_op("rft::gated_activation_fp8", mutates_args=())
-def _gated_activation_fp8(
-    gate: Tensor, up: Tensor, activation: str, want_output: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    M, N = gate.shape
-    out = torch.empty(M if want_output else 0, N, dtype=gate.dtype, device=gate.device)
-    rows = fp8.empty_rows(M, N, gate.device)
-    if M and N:
-        block = launch.power_of_two(N, most=16384)
-        one = block >= N
-        with launch.on_device_of(gate):
-            _forward_fp8_kernel[(M,)](
-                gate, gate.stride(0), up, up.stride(0), out, *rows, N, KIND=activation, WANT_OUTPUT=want_output,
-                ONE_BLOCK=one, BLOCK=block if one else ROW_BLOCK, num_warps=max(1, min(16, block // 512)) if one else 8,
-            )  # fmt: skip
-    return out, *fp8.landed(rows)
-
-
-@_gated_activation_fp8.register_fake
-def _(gate, up, activation, want_output):
-    return gate.new_empty(gate.shape[0] if want_output else 0, gate.shape[1]), *fp8.fake_rows(gate)
-
-
-def gated_activation_fp8(
-    gate: Tensor, up: Tensor, activation: Activation = "silu", *, want_output: bool
-) -> tuple[Tensor | None, fp8.Rows]:
-    """(activation(gate) * up or None, the same quantised by row) of (M, N) tensors: a step of other ops' forward passes."""
-    _check_activation(activation)
-    out, *rows = _gated_activation_fp8(gate, up, activation, want_output)
-    return out if want_output else None, fp8.Rows(*rows)
-
-
-@torch.library.custom_op("rft::gated_activation_backward_fp8", mutates_args=())
-def _gated_activation_backward_fp8(
-    grad: Tensor, gate: Tensor, up: Tensor, activation: str, want_output: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    grad = launch.with_unit_columns(grad)
-    M, N = gate.shape
-    d_gate, d_up = (torch.empty(M, N, dtype=gate.dtype, device=gate.device) for _ in range(2))
-    out = torch.empty(M if want_output else 0, N, dtype=gate.dtype, device=gate.device)
-    gate_rows, up_rows = (fp8.empty_rows(M, N, gate.device) for _ in range(2))
-    if M and N:
-        with launch.on_device_of(gate):
-            _backward_fp8_kernel[(M,)](
-                grad, grad.stride(0), gate, gate.stride(0), up, up.stride(0), d_gate, d_up, out, *gate_rows, *up_rows, N,
-                KIND=activation, WANT_OUTPUT=want_output, BLOCK=launch.power_of_two(N, most=ROW_BLOCK), num_warps=8,
-            )  # fmt: skip
-    return out, d_gate, d_up, *fp8.landed(gate_rows), *fp8.landed(up_rows)
-
-
-@_gated_activation_backward_fp8.register_fake
-def _(grad, gate, up, activation, want_output):
-    d_gate, d_up = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
-    out = gate.new_empty(gate.shape[0] if want_output else 0, gate.shape[1])
-    return out, d_gate, d_up, *fp8.fake_rows(gate), *fp8.fake_rows(gate)
-
-
-def gated_activation_backward_fp8(
-    grad: Tensor, gate: Tensor, up: Tensor, activation: Activation = "silu", *, want_output: bool = False
-) -> tuple[Tensor | None, Tensor, Tensor, fp8.Rows, fp8.Rows]:
-    """What `gated_activation_backward` gives, and the gradients of gate and up quantised by row."""
-    _check_activation(activation)
-    out, d_gate, d_up, *rows = _gated_activation_backward_fp8(grad, gate, up, activation, want_output)
-    return out if want_output else None, d_gate, d_up, fp8.Rows(*rows[:2]), fp8.Rows(*rows[2:])
 
 
 def gated_activation_backward(

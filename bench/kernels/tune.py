@@ -191,11 +191,6 @@ def lora_swiglu_tiles() -> None:
     timed("one branch added by a product", lambda: added(gate, g))
     timed("activation", lambda: swiglu.gated_activation(gate, up))
     timed("activation backward", lambda: swiglu.gated_activation_backward(grad, gate, up, want_output=True))
-    timed("activation, quantised", lambda: swiglu.gated_activation_fp8(gate, up, want_output=True))
-    timed(
-        "activation backward, quantised",
-        lambda: swiglu.gated_activation_backward_fp8(grad, gate, up, want_output=True),
-    )
     timed("quantise", lambda: fp8.quantise_rows(gate))
     calls: dict[str, Callable[[], object]] = {
         "forward": lambda: lora_swiglu.lora_gated_activation(gate, up, g, u),
@@ -207,22 +202,6 @@ def lora_swiglu_tiles() -> None:
         with constants(lora_swiglu, BLOCK_T=rows, BLOCK_N=columns, NUM_WARPS=warps):
             for which, call in calls.items():
                 timed(f"{rows}x{columns} warps {warps} {which}", call)
-    calls = {
-        "forward": lambda: lora_swiglu.lora_gated_activation_fp8(gate, up, g, u, want_output=True),
-        "backward": lambda: lora_swiglu.lora_gated_activation_backward_fp8(grad, gate, up, d, g, u, want_output=True),
-    }
-    for rows, columns, warps in (
-        (16, 256, 8),
-        (16, 256, 4),
-        (16, 128, 4),
-        (16, 512, 8),
-        (32, 256, 8),
-        (32, 128, 8),
-        (16, 1024, 16),
-    ):
-        with constants(lora_swiglu, FP8_BLOCK_T=rows, FP8_BLOCK_N=columns, FP8_NUM_WARPS=warps):
-            for which, call in calls.items():
-                timed(f"quantised {rows}x{columns} warps {warps} {which}", call)
 
 
 def adamw_blocks() -> None:

@@ -154,6 +154,7 @@ def build_rft(setting: Setting) -> tuple[Step, dict[str, Any]]:
     from rft.memory.recompute import apply_recompute
     from rft.models.attention import Needs, choose_backend, install_attention, register
     from rft.models.backbone import Backbone, decoder_layers
+    from rft.models.decoder_layer import readers_of_one_input
     from rft.models.describe import describe
     from rft.models.head import Head, auto_chunk_rows
     from rft.models.receipts import Receipts
@@ -188,14 +189,14 @@ def build_rft(setting: Setting) -> tuple[Step, dict[str, Any]]:
     trainee = Trainee(model, Backbone(model, state), head, SftLoss())
     fill_on_device(model, device)
     if case.base == "fp8":
-        done = quantise_base(layers)
+        done = quantise_base(layers, readers=readers_of_one_input)
         receipts.apply("fp8 base", done.count, done.of, "e4m3 by row")
     named = [(n, p) for n, p in trainee.named_parameters() if p.requires_grad]
     optim = AdamWConfig(name="adamw", lr=1e-5)
     uses = Counter(id(p) for _, p in trainee.named_parameters(remove_duplicate=False))
     optimizer = BUILDERS[AdamWConfig](
         named, optim, compute_dtype=dtype if dtype != torch.float32 else None, kernels=True,
-        narrow_gradients=frozenset(n for n, p in named if uses[id(p)] == 1),
+        narrow_gradients=frozenset(n for n, p in named if uses[id(p)] == 1 and case.adapter == "none"),
     )  # fmt: skip
     batch = packed(setting.lengths(), packs, config.vocab_size).to(device)
     trainee.train()

@@ -12,14 +12,6 @@ from rft.kernels.rms_norm import (
     rms_norm_fp8,
     rms_norm_reference,
 )
-from rft.kernels.swiglu import (
-    ACTIVATIONS,
-    gated_activation,
-    gated_activation_backward,
-    gated_activation_backward_fp8,
-    gated_activation_fp8,
-    gated_activation_reference,
-)
 from support.close import assert_close_fp32, assert_no_worse
 
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
@@ -92,55 +84,25 @@ def test_the_norm_quantises_what_it_gives_and_its_gradients_stay(device, shape, 
     assert not any(t.requires_grad for rows in kept for t in rows)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("activation", "shape"), [*((a, SHAPES[0]) for a in ACTIVATIONS), *(("silu", s) for s in SHAPES[1:])], ids=str
-)
-def test_the_activation_quantises_what_it_gives_and_its_gradients(device, shape, activation, dtype):
-    both = torch.randn(shape[0], 2 * shape[1], device=device).to(dtype)
-    gate, up = both.chunk(2, dim=-1)  # halves of one tensor: the row stride is not the width
-    out, rows = gated_activation_fp8(gate, up, activation, want_output=True)
-    plain = gated_activation(gate, up, activation)
-    assert torch.equal(out, plain)
-    truth = gated_activation_reference(gate.float(), up.float(), activation)
-    assert_rows_of(rows, plain, truth)
-    nothing, again = gated_activation_fp8(gate, up, activation, want_output=False)
-    assert nothing is None
-    assert torch.equal(again.q.float(), rows.q.float())
-
-    grad = torch.randn(shape[1], shape[0], device=device).to(dtype).t()
-    h, d_gate, d_up, gate_rows, up_rows = gated_activation_backward_fp8(grad, gate, up, activation, want_output=True)
-    plain = gated_activation_backward(grad, gate, up, activation, want_output=True)
-    for own, theirs in zip((h, d_gate, d_up), plain, strict=True):
-        assert torch.equal(own, theirs)
-    g, u = (t.float().requires_grad_() for t in (gate, up))
-    gated_activation_reference(g, u, activation).backward(grad.float())
-    assert_rows_of(gate_rows, d_gate, g.grad)
-    assert_rows_of(up_rows, d_up, u.grad)
-    assert gated_activation_backward_fp8(grad, gate, up, activation)[0] is None
-
-
 def test_rows_without_a_number_and_rows_of_zeros(device):
     weight = torch.ones(16, device=device)
     y, rows = rms_norm_fp8(torch.zeros(0, 16, device=device), weight)
     assert (y.shape, rows.q.shape, rows.scale.shape) == ((0, 16), (0, 16), (0, 1))
     _, rows = rms_norm_fp8(torch.zeros(2, 16, device=device), weight)
     assert not back(rows).any()
-    _, rows = gated_activation_fp8(*torch.zeros(2, 0, 16, device=device), want_output=False)
-    assert rows.q.shape == (0, 16)
 
 
 def mlp(device, dtype, r, frozen):
     def draw(*shape):
         return (torch.randn(*shape, device=device) * shape[-1] ** -0.5).to(dtype)
 
-    def linear(N, K):
-        weight = draw(N, K)
-        branches = (Branch(draw(r, K).requires_grad_(), draw(N, r).requires_grad_(), 0.7),) if r else ()
-        return FrozenLinear(fp8.quantise_weight(weight) if frozen == "fp8" else weight, None, branches)
-
     torch.manual_seed(1)
-    return linear(96, 32), linear(96, 32), linear(32, 96)
+    sizes = ((96, 32), (96, 32), (32, 96))
+    weights = [draw(*size) for size in sizes]
+    branches = [(Branch(draw(r, K).requires_grad_(), draw(N, r).requires_grad_(), 0.7),) if r else () for N, K in sizes]
+    if frozen == "fp8":
+        weights = [*fp8.quantise_weights(weights[:2]), fp8.quantise_weight(weights[2])]
+    return [FrozenLinear(w, None, b) for w, b in zip(weights, branches, strict=True)]
 
 
 ROWS = {torch.float32: 48, torch.bfloat16: 2048}

@@ -12,7 +12,7 @@ from rft.kernels import fp8
 from rft.memory.recompute import apply_recompute
 from rft.models.attention import install_attention, register
 from rft.models.backbone import Backbone, decoder_layers
-from rft.models.decoder_layer import DECODER_LAYER, count_handed_rows
+from rft.models.decoder_layer import DECODER_LAYER, count_handed_rows, readers_of_one_input
 from rft.models.norm import rms_norm_matcher
 from rft.models.receipts import Receipts
 from rft.models.surgery import apply_swaps
@@ -106,12 +106,15 @@ def test_what_the_layer_does_is_found_by_comparing_and_not_by_names(options, why
         assert_close(gradients[name], gradient, 2e-5, name)
 
 
-def test_norms_and_activations_hand_on_fp8_rows_and_nothing_else_of_the_step_changes(monkeypatch):
+def test_norms_hand_on_fp8_rows_and_nothing_else_of_the_step_changes(monkeypatch):
     from peft import LoraConfig, get_peft_model
 
     passes = []
     plain = fp8.quantise_rows
     monkeypatch.setattr(fp8, "quantise_rows", lambda x: passes.append(x.shape[-1]) or plain(x))
+    products = []
+    plain_back = fp8.product_back
+    monkeypatch.setattr(fp8, "product_back", lambda *given: products.append(given[2].shape[1]) or plain_back(*given))
     batch = packed_batch(*random_documents(13, 5))
     runs = []
     for matched in (False, True):
@@ -125,7 +128,7 @@ def test_norms_and_activations_hand_on_fp8_rows_and_nothing_else_of_the_step_cha
                     parameter.normal_(std=0.05)
         apply_swaps(model, Receipts(), kernels=True)
         layers = list(decoder_layers(model))
-        quantise_base(layers, keep_ends=0)
+        quantise_base(layers, keep_ends=0, readers=readers_of_one_input)
         assert count_handed_rows(layers) == (4, 4)
         if not matched:  # a listener on the norm: it has to be called
             for layer in layers:
@@ -133,12 +136,17 @@ def test_norms_and_activations_hand_on_fp8_rows_and_nothing_else_of_the_step_cha
                     norm.register_forward_hook(lambda *_: None)
             assert count_handed_rows(layers) == (0, 4)
         passes.clear()
+        products.clear()
         runs.append((*run(model, batch), len(passes)))
     (hidden, gradients, own_passes), (hidden_again, gradients_again, left) = runs
     assert torch.equal(hidden_again, hidden)
     for name, gradient in gradients.items():
         assert torch.equal(gradients_again[name], gradient), name
-    # of each layer the inputs of q, k, v and of gate, up; what is left: o's input, and the gradients of q, k, v, o and down (those of the first
-    # layer's q, k, v are not asked for)
+    # of each layer the inputs of q, k, v and of gate, up; what is left: inputs and gradients of o and down; the gradients of q, k, v and those of
+    # gate, up are quantised together
     assert own_passes - left == 4
-    assert left == 2 * 6 - 3
+    assert left == 2 * 4
+    q, kv, inner, width = 64, 32, 96, 64
+    assert sorted(products) == sorted(
+        2 * [2 * inner, width, width] + [q + 2 * kv]
+    )  # nothing asks for the first layer's input

@@ -123,7 +123,7 @@ def test_another_error_is_no_matter_of_memory(base, tmp_path: Path):
     def broken(*_: object) -> None:
         raise RuntimeError("shapes do not match")
 
-    list(decoder_layers(run.model))[0].register_forward_pre_hook(broken)
+    next(iter(decoder_layers(run.model))).register_forward_pre_hook(broken)
     with pytest.raises(RuntimeError, match="shapes do not match"):
         three_steps(run)
 

@@ -187,6 +187,14 @@ RULES: tuple[Rule, ...] = (
         {"model": {"base_weights": "fp8"}, "adapter": {"name": "none"}},
     ),
     Rule(
+        "layers that are left out of FP8, without FP8",
+        ("model.keep_ends", "model.base_weights"),
+        lambda c: c.model.keep_ends is not None and c.model.base_weights != "fp8",
+        "says which layers stay in bf16 where the others are held in FP8, and here all are in bf16",
+        'leave out model.keep_ends, or set model.base_weights = "fp8"',
+        {"model": {"keep_ends": 2}},
+    ),
+    Rule(
         "FP8 weights that are sharded",
         ("model.base_weights", "parallel.data"),
         lambda c: c.model.base_weights == "fp8" and c.parallel.data == "shard",

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from rft.kernels import fp8
-from rft.kernels.rms_norm import add_rms_norm, add_rms_norm_fp8, rms_norm_fp8
+from rft.kernels.rms_norm import add_rms_norm, add_rms_norm_fp8, rms_norm_beside
 from rft.models.attention_block import AttentionBlock
 from rft.models.linear import as_class, holds_fp8, hooked
 from rft.models.mlp import FusedGatedMLP, GatedMLP
@@ -56,7 +56,7 @@ def _forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Ten
     plan: Plan = self.rft_plan
     kwargs.update(zip(_names_behind_first(type(self).rft_original), args, strict=False))
     attention, mlp = self.get_submodule(plan.attention), self.get_submodule(plan.mlp)
-    first = _norm(self.get_submodule(plan.before_attention), hidden_states, attention)
+    first, hidden_states = _norm(self.get_submodule(plan.before_attention), hidden_states, attention)
     if first.rows is not None:
         kwargs["quantised"] = first.rows
     out, _ = attention(hidden_states=first.y, **kwargs)
@@ -74,6 +74,11 @@ def takes_rows(part: nn.Module) -> bool:
     return isinstance(part, (AttentionBlock, GatedMLP, FusedGatedMLP)) and any(holds_fp8(m) for m in part.rft_readers)
 
 
+def readers_of_one_input(layer: nn.Module) -> list[tuple[nn.Module, ...]]:
+    """The linears of a layer that our blocks call with one input: q, k and v; gate and up."""
+    return [m.rft_readers for m in layer.modules() if isinstance(m, (AttentionBlock, GatedMLP, FusedGatedMLP))]
+
+
 def count_handed_rows(layers: Sequence[nn.Module]) -> tuple[int, int]:
     """(attention blocks and MLPs with FP8 weights that get their input quantised by the norm before, all that have such weights)."""
     handed = total = 0
@@ -89,10 +94,12 @@ def count_handed_rows(layers: Sequence[nn.Module]) -> tuple[int, int]:
     return handed, total
 
 
-def _norm(norm: Any, x: Tensor, reader: nn.Module) -> _Normed:
-    if not takes_rows(reader) or not norm.through_kernel(x) or hooked(norm):
-        return _Normed(norm(x), None)
-    return _Normed(*rms_norm_fp8(x, norm.weight, norm.eps, **norm.kernel_options))
+def _norm(norm: Any, x: Tensor, reader: nn.Module) -> tuple[_Normed, Tensor]:
+    """(norm(x), x as the residual stream goes on with it)"""
+    if not norm.through_kernel(x) or hooked(norm):
+        return _Normed(norm(x), None), x
+    y, x, rows = rms_norm_beside(x, norm.weight, norm.eps, quantise=takes_rows(reader), **norm.kernel_options)
+    return _Normed(y, rows), x
 
 
 def _add_norm(norm: Any, x: Tensor, residual: Tensor, reader: nn.Module) -> tuple[_Normed, Tensor]:
@@ -109,13 +116,13 @@ def _add_norm(norm: Any, x: Tensor, residual: Tensor, reader: nn.Module) -> tupl
 
 
 @cache
-def _names_behind_first(kind: type) -> tuple[str, ...]:
+def _names_behind_first(kind: Any) -> tuple[str, ...]:
     """Names of the parameters of a layer's own forward behind self and the hidden states."""
-    return tuple(inspect.signature(kind.forward).parameters)[2:]  # type: ignore[attr-defined]
+    return tuple(inspect.signature(kind.forward).parameters)[2:]
 
 
 @cache
-def _fused_class(kind: type) -> type:
+def _fused_class(kind: Any) -> type:
     """A subclass with our forward; `transformers` puts its checkpointing around it as around the original's."""
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -163,7 +170,8 @@ def _candidates(module: nn.Module) -> list[Candidate] | str:
 
 def _building(plan: Plan):
     def build(original: nn.Module) -> nn.Module:
-        made = as_class(original, _fused_class(type(original)))
+        kind: Any = type(original)
+        made = as_class(original, _fused_class(kind))
         made.__dict__["rft_plan"] = plan
         return made
 

@@ -13,7 +13,7 @@ from rft import log
 from rft.checkpoint.load import Checkpoint, open_checkpoint
 from rft.config.load import load_config
 from rft.config.root import Config
-from rft.errors import RftError, TrainingError
+from rft.errors import RftError, TrainingError, system_reason
 from rft.parallel.collectives import broadcast_json
 from rft.parallel.mesh import World, join_world, leave_world
 from rft.training import headline
@@ -177,7 +177,7 @@ def write_page(report: Report, run_dir: Path) -> None:
         report(run_dir)
     except OSError as error:
         log.warn(
-            f"the report could not be written to {headline.shown(run_dir)}: {log.reason(error)}. "
+            f"the report could not be written to {headline.shown(run_dir)}: {system_reason(error)}. "
             "The run itself is finished and complete",
             do="free some space, or see to the permissions, and start the same command again: it writes the report alone",
         )

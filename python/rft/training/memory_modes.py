@@ -34,9 +34,11 @@ def save_memory(job: Job, trainee: Trainee, layers: list[torch.nn.Module], run_d
     tiled, left = apply_tiled_mlp(layers, memory.tiled_mlp)
     if memory.tiled_mlp > 1:
         receipts.ask("tiled mlp")
-        if not tiled:
+        if not tiled and not any(decision.key == "memory.tiled_mlp" for decision in job.decisions):
             raise Refused(f"memory.tiled_mlp = {memory.tiled_mlp}", next(iter(left)), do="leave out memory.tiled_mlp")
-        receipts.apply("tiled mlp", tiled, len(layers), f"{memory.tiled_mlp} pieces of the sequence, gradients once")
+        if tiled:
+            how = f"{memory.tiled_mlp} pieces of the sequence, gradients once"
+            receipts.apply("tiled mlp", tiled, len(layers), how)
         for why, count in left.items():
             receipts.decline("tiled mlp", count, why)
     close_offloader(trainee)
@@ -71,7 +73,7 @@ def close_offloader(trainee: Trainee) -> None:
 def build_offloader(job: Job, num_layers: int, folder: Path) -> Offloader:
     """Where layers' kept tensors go, with its share of host memory."""
     memory, world = job.config.memory, job.world
-    assert memory.offload != "none"
+    assert memory.offload in ("cpu", "disk"), "resolve() decides memory.offload"
     if memory.offload_host is not None:
         limit = int(memory.offload_host * 2**30)
     else:

@@ -23,6 +23,7 @@ from rft.data.loader import Loader
 from rft.data.prepare import Prepared, prepare
 from rft.errors import ConfigError, Refused
 from rft.losses import SftLoss
+from rft.memory.planner import Planned
 from rft.memory.recompute import why_not as why_no_recompute
 from rft.models.attention import choose_backend, install_attention
 from rft.models.aux_loss import RouterLoss
@@ -49,6 +50,7 @@ from rft.training.replan import Replanner
 from rft.training.resolve import (
     plan_packs_per_step,
     plan_total_steps,
+    planned_for,
     resolve,
     resolve_for_data,
     resolve_precision,
@@ -85,6 +87,8 @@ class Job:
     prepared: Prepared | None = None
     kernels: bool = False
     """Whether the Triton kernels are swapped in."""
+    planned: Planned | None = None
+    """What the planner expects of a step; None on a CPU, which is not planned for."""
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -154,6 +158,7 @@ def inspect_job(config: Config, world: World, *, kernels: bool | None = None) ->
     rows = auto_chunk_rows(
         world.device.type, facts.vocab_size, kernels=not no_kernels, head_trained=head_trained, itemsize=itemsize
     )
+    can_recompute = not why_no_recompute(list(decoder_layers(model)))
     config, more = resolve(
         config,
         facts,
@@ -163,8 +168,13 @@ def inspect_job(config: Config, world: World, *, kernels: bool | None = None) ->
         store=str(default_root()),
         kernels=not no_kernels,
         isolates=probed.isolates,
-        can_recompute=not why_no_recompute(list(decoder_layers(model))),
+        can_recompute=can_recompute,
     )
+    planned = None
+    if machine.kind == "cuda":
+        planned = planned_for(
+            config, facts, machine, kernels=not no_kernels, can_recompute=can_recompute, isolates=probed.isolates
+        )
     assert isinstance(config.train.micro_batch, int)
     require_packing(
         probed, packing=config.data.packing, micro_batch=config.train.micro_batch, name=type(model).__name__
@@ -182,6 +192,7 @@ def inspect_job(config: Config, world: World, *, kernels: bool | None = None) ->
         receipts=receipts,
         decisions=[*decisions, *more],
         kernels=not no_kernels,
+        planned=planned,
     )
 
 
@@ -305,9 +316,12 @@ def build_trainee(job: Job, run_dir: Path | None = None) -> Trainee:
 
 def quantise_to_fp8(job: Job, layers: list[torch.nn.Module]) -> None:
     """Frozen linears of the decoder layers in FP8, once their weights are there."""
-    from rft.quant.fp8 import quantise_base
+    from rft.models.decoder_layer import readers_of_one_input
+    from rft.quant.fp8 import KEPT_AT_EACH_END, quantise_base
 
-    done = quantise_base(layers)
+    keep = job.config.model.keep_ends
+    keep = KEPT_AT_EACH_END if keep is None else keep
+    done = quantise_base(layers, keep_ends=keep, readers=readers_of_one_input)
     how = "e4m3 by row, both layouts; LoRA on unquantised inputs"
     job.receipts.apply("fp8 base", done.count, done.of, how, {"largest relative error of a weight": done.error})
     for why, count in done.left.items():
@@ -385,10 +399,19 @@ def build_optimizer(
 
 
 def added_once(job: Job, trainee: Trainee, packs_per_step: int | None) -> frozenset[str]:
-    """Trained parameters to whose gradient a step brings one part: nothing is added, so an fp32 tensor for it would hold the same."""
-    if job.mode != "none" or packs_per_step != job.config.train.micro_batch:
+    """Trained parameters to whose gradient a step brings one part, in the compute type: an fp32 tensor for it would hold the same.
+
+    Not those of adapters and of the output head: theirs come in fp32 from where they are made.
+    """
+    if (
+        job.mode != "none"
+        or packs_per_step != job.config.train.micro_batch
+        or isinstance(job.config.adapter, LoraConfig)
+    ):
         return frozenset()
     uses = Counter(id(p) for _, p in trainee.named_parameters(remove_duplicate=False))
+    model: Any = trainee.model
+    uses.update(id(p) for p in model.get_output_embeddings().parameters())
     return frozenset(name for name, p in trainee.named_parameters() if p.requires_grad and uses[id(p)] == 1)
 
 
