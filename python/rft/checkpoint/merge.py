@@ -184,6 +184,11 @@ def _names(source: ModelSource, config: ModelConfig) -> _Names:
     )
 
 
+def linear_files(source: ModelSource, config: ModelConfig) -> set[str]:
+    """Names in the files of the linears that a base in fewer bits holds in them."""
+    return _names(source, config).linears
+
+
 def _num_tokens(adapter: Path) -> int:
     """Rows that the tokenizer beside the adapter needs: where the base has fewer, training went on with more. 0 without one."""
     if not (adapter / "tokenizer.json").is_file():
