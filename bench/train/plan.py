@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,9 +128,11 @@ def measure(setting: Setting, tiny: bool) -> dict[str, Any]:
     if setting.base == "fp8" and not tiny:
         quantise_base(layers, readers=readers_of_one_input)
     named = [(n, p) for n, p in trainee.named_parameters() if p.requires_grad]
+    uses = Counter(id(p) for _, p in trainee.named_parameters(remove_duplicate=False))
     optimizer = BUILDERS[AdamWConfig](
-        named, AdamWConfig(name="adamw", lr=1e-5), compute_dtype=dtype if not tiny else None, kernels=kernels
-    )
+        named, AdamWConfig(name="adamw", lr=1e-5), compute_dtype=dtype if not tiny else None, kernels=kernels,
+        narrow_gradients=frozenset(n for n, p in named if uses[id(p)] == 1 and not setting.lora and not tiny),
+    )  # fmt: skip
     batch = packed([seq_len], setting.packs, config.vocab_size).to(device)
     trainee.train()
 

@@ -91,6 +91,17 @@ def test_offload_and_tiles_take_memory_from_the_gpu_and_count_where_it_goes():
     assert time_of(asked, recompute="full", offload="disk") > 1.5 * time_of(asked, recompute="full")
 
 
+def test_gradients_of_one_micro_batch_stay_in_the_compute_type_but_for_the_head():
+    facts = dataclasses.replace(LLAMA_8B, num_trained=LLAMA_8B.num_parameters)
+    asked = problem(facts, trained_in_full=True)
+    head = facts.vocab_size * facts.hidden_size
+    at_once = sizes(asked, MemoryPlan(micro_batch=4)).moments["embedding"]["gradients"]
+    assert at_once == 2 * (facts.num_trained - head) + 4 * head
+    assert sizes(asked, MemoryPlan(micro_batch=1)).moments["embedding"]["gradients"] == 4 * facts.num_trained
+    largest = sizes(asked, MemoryPlan(micro_batch=4, in_backward=True)).moments["embedding"]["gradients"]
+    assert largest == 4 * head
+
+
 def test_a_quantised_base_takes_what_its_format_takes():
     facts = dataclasses.replace(LLAMA_8B, linear_frozen=6_979_321_856, largest_linear=4096 * 14_336)
     held = {

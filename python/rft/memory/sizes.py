@@ -221,7 +221,7 @@ def sizes(problem: Problem, plan: MemoryPlan) -> Sizes:
         states, moved = _offloaded_states(states)
         host += moved if plan.offload_states == "cpu" else min(moved, STATE_BUCKETS)
         disk += moved if plan.offload_states == "disk" else 0
-    gradients = states.pop("gradients")
+    gradients = states.pop("gradients") - _narrow(problem, plan)
     if plan.in_backward:
         gradients = min(
             gradients, max(f.vocab_size * f.hidden_size, f.hidden_size * f.intermediate_size) * problem.master_itemsize
@@ -249,6 +249,15 @@ def sizes(problem: Problem, plan: MemoryPlan) -> Sizes:
     return Sizes(allocated, beside, host, disk, moment, moments, layer)
 
 
+def _narrow(problem: Problem, plan: MemoryPlan) -> int:
+    """Bytes that gradients save in the compute type: those that a step brings in one part (training/setup.py, `added_once`)."""
+    alone = problem.shards == problem.replicas == 1 and plan.micro_batch >= problem.packs
+    if not (problem.trained_in_full and alone and problem.itemsize < problem.master_itemsize):
+        return 0
+    head = problem.facts.vocab_size * problem.facts.hidden_size
+    return max(0, problem.facts.num_trained - head) * (problem.master_itemsize - problem.itemsize)
+
+
 def _not_there_yet(problem: Problem, plan: MemoryPlan) -> int:
     """Gradients that the backward of the first layer's MLP has still to bring: the embedding's and most of that layer's."""
     f = problem.facts
@@ -257,7 +266,8 @@ def _not_there_yet(problem: Problem, plan: MemoryPlan) -> int:
     table = f.vocab_size * f.hidden_size
     layer = (f.num_trained - table * (1 if f.is_tied else 2)) // max(f.num_layers, 1)
     numbers = (0 if f.is_tied else table) + max(0, layer - f.hidden_size * f.intermediate_size)
-    return numbers * problem.master_itemsize // problem.shards
+    size = problem.itemsize if _narrow(problem, plan) else problem.master_itemsize
+    return numbers * size // problem.shards
 
 
 def _last_is_recomputed(recompute: Recompute, num_layers: int) -> bool:
