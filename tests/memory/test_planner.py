@@ -244,3 +244,18 @@ def test_a_run_knows_what_was_planned_for_it():
     assert planned.fits
     assert planned.problem.label_share == 0.5
     assert len(planned.alternatives) >= 5
+
+
+def test_a_limit_is_of_tensors_and_the_context_is_beside_it():
+    made, _ = decide(config(memory={"limit": 24.0}), H200, LLAMA_8B)
+    limited, *_ = memory_problem(made, LLAMA_8B, H200, kernels=True, can_recompute=True, one_pack=False)
+    assert (limited.memory_bytes, limited.context_bytes) == (24 * GIB, 0)
+    above, *_ = memory_problem(
+        config_with_limit(made, 500.0), LLAMA_8B, H200, kernels=True, can_recompute=True, one_pack=False
+    )
+    assert above.memory_bytes == H200.memory_bytes
+    assert above.context_bytes > 0
+
+
+def config_with_limit(made: Config, limit: float) -> Config:
+    return made.model_copy(update={"memory": made.memory.model_copy(update={"limit": limit})})

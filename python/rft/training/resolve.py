@@ -355,15 +355,18 @@ def memory_problem(
         assert train.tokens_per_step is not None
         packs = math.ceil(math.ceil(train.tokens_per_step / config.data.seq_len) / machine.world_size)
         packs = max(1, packs) if given is None else math.ceil(max(1, packs) / given) * given
-    limit = machine.memory_bytes if memory.limit is None else min(machine.memory_bytes, int(memory.limit * GIB))
     rates = rates_of(machine.device_name)
+    context = rates.context if machine.kind == "cuda" else 0
+    limit = machine.memory_bytes
+    if memory.limit is not None and int(memory.limit * GIB) < machine.memory_bytes - context:
+        limit, context = int(memory.limit * GIB), 0  # of tensors: the context is beside them
     problem = Problem(
         facts=facts,
         seq_len=config.data.seq_len,
         packs=packs,
         memory_bytes=limit,
         kernels=kernels,
-        context_bytes=rates.context if machine.kind == "cuda" else 0,
+        context_bytes=context,
         host_bytes=machine.host_bytes,
         **_held(config),
         **_ranks(config, machine),
