@@ -65,7 +65,8 @@ def decide(made: Config, machine: Machine = H200, facts: Facts = SMALL):
 def test_no_auto_is_left_and_each_has_a_reason():
     made, decisions = decide(config())
     text = made.model_dump_json()
-    for by_the_data in ('"format":"auto"', '"resume":"auto"', '"end_of_turn":"auto"'):
+    nothing_to_scale = '"method":"auto"'
+    for by_the_data in (nothing_to_scale, '"format":"auto"', '"resume":"auto"', '"end_of_turn":"auto"'):
         text = text.replace(by_the_data, "")
     assert '"auto"' not in text
     assert all(decision.reason for decision in decisions.values())

@@ -16,7 +16,7 @@ from typing import Literal
 from rft.models.describe import Facts
 
 GIB = 2**30
-Recompute = Literal["none", "full"] | int
+Recompute = Literal["none", "selective", "full"] | int
 
 RESERVED_BYTES = int(1.2 * GIB)
 """The CUDA context, cuBLAS workspaces and compiled kernels of a process."""
@@ -174,7 +174,7 @@ def seconds_of(problem: Problem, micro_batch: int, recompute: Recompute) -> floa
 
 
 def _every(recompute: Recompute) -> int:
-    return 1 if recompute in ("full", "none") else int(recompute)
+    return recompute if isinstance(recompute, int) else 1
 
 
 def choices(problem: Problem) -> Iterator[Choice]:

@@ -12,6 +12,7 @@ from rft.config.root import Config
 from rft.errors import ConfigError
 from rft.memory import planner
 from rft.models.describe import Facts
+from rft.models.rope import asked
 from rft.optim.schedule import DEFAULT_WARMUP_RATIO
 from rft.training.decision import Decision
 from rft.training.flops import peak_flops
@@ -24,6 +25,8 @@ REPLICATE_SHARE = 0.6
 DETERMINISTIC_MEAN_LENGTH = 2048
 """Deterministic attention backward costs 1 % of a step at this document length, a third of attention at 16,384 (H200, torch 2.11)."""
 LR = {"lora": 2e-4, "none": 1e-5}
+LION_SHARE = 0.2
+"""Lion's rate over AdamW's: its updates are full steps, of which the paper takes a third to a tenth."""
 
 
 @dataclass
@@ -44,6 +47,32 @@ def resolve_precision(config: Config, machine: Machine) -> tuple[Config, list[De
     """Decide `train.precision`, which building the model needs. Raises ConfigError where the given one cannot be had here."""
     deciding = _Deciding()
     _decide_precision(deciding, config, machine)
+    return _apply(config, deciding)
+
+
+def resolve_rope(config: Config) -> tuple[Config, list[Decision]]:
+    """Decide `model.rope.target_length`, which finding the model needs. Raises ConfigError where nothing says how long texts are."""
+    deciding, rope = _Deciding(), config.model.rope
+    if asked(rope) and rope.target_length is None:
+        if config.data.seq_len is None:
+            raise ConfigError(
+                f'model.rope.method = "{rope.method}"',
+                "nothing says for how long texts",
+                do="set model.rope.target_length, or data.seq_len",
+            )
+        chosen = rope.model_copy(update={"target_length": config.data.seq_len})
+        shown = Decision("model.rope.target_length", config.data.seq_len, "data.seq_len")
+        deciding.set("model.rope", chosen, shown.reason, shown=shown)
+    return _apply(config, deciding)
+
+
+def tell_rope(config: Config, done: str) -> tuple[Config, list[Decision]]:
+    """The kind of scaling that `auto` became. done: what finding the model did, "yarn: ..."."""
+    deciding = _Deciding()
+    if done and config.model.rope.method == "auto":
+        kind = done.partition(":")[0]
+        chosen = config.model.rope.model_copy(update={"method": kind})
+        deciding.set("model.rope", chosen, done, shown=Decision("model.rope.method", kind, done))
     return _apply(config, deciding)
 
 
@@ -77,9 +106,12 @@ def resolve(
         deciding.set("loss.chunk_rows", chunk_rows, f"logits of {facts.vocab_size:,} tokens for so many rows at a time")
     _decide_optim(deciding, config)
     _decide_parallel(deciding, config, facts, machine)
+    _check_optim(deciding, config, machine)
     if config.train.accumulate is None and config.train.tokens_per_step is None:
         deciding.set("train.tokens_per_step", DEFAULT_TOKENS_PER_STEP, "default; at least one pack a rank")
     _decide_memory(deciding, config, facts, machine, kernels, isolates, can_recompute)
+    if config.memory.tiled_mlp == "auto" and "tiled_mlp" not in deciding.changes.get("memory", {}):
+        deciding.set("memory.tiled_mlp", 1, "MLPs fit as a whole")
     if machine.kind == "cpu" and config.train.deterministic == "auto":
         deciding.set("train.deterministic", True, "a CPU always is")
     _check_micro_batch(deciding, config, facts, machine)
@@ -173,7 +205,10 @@ def _decide_adapter(deciding: _Deciding, config: Config) -> None:
 
 def _decide_seq_len(deciding: _Deciding, config: Config, facts: Facts) -> None:
     given, most = config.data.seq_len, facts.max_positions
-    if given is None:
+    target = config.model.rope.target_length
+    if given is None and target is not None:
+        deciding.set("data.seq_len", target, "model.rope.target_length")
+    elif given is None:
         own = most or MAX_DEFAULT_SEQ_LEN
         reason = f"the model was trained for {own:,} positions" if most else "the model's config names no limit"
         deciding.set("data.seq_len", min(own, MAX_DEFAULT_SEQ_LEN), reason)
@@ -182,7 +217,8 @@ def _decide_seq_len(deciding: _Deciding, config: Config, facts: Facts) -> None:
             f"data.seq_len = {given}",
             f"the model was trained for {most:,} positions",
             wanted=f"at most {most}",
-            do=f"set data.seq_len = {most}; longer documents are handled by data.overlong",
+            do=f"set data.seq_len = {most} (longer documents are handled by data.overlong), or model.rope.target_length = {given} to "
+            "scale its positions",
         )
 
 
@@ -207,12 +243,31 @@ def _decide_optim(deciding: _Deciding, config: Config) -> None:
     optim = config.optim
     if optim.lr == "auto":
         kind = "LoRA" if config.adapter.name == "lora" else "full fine-tuning"
-        deciding.set("optim.lr", LR[config.adapter.name], f"default for {kind}")
+        share, whose = (LION_SHARE, " with Lion") if optim.name == "lion" else (1.0, "")
+        deciding.set("optim.lr", LR[config.adapter.name] * share, f"default for {kind}{whose}")
     schedule = optim.schedule
     if schedule.warmup_steps is None and schedule.warmup_ratio is None:
         chosen = schedule.model_copy(update={"warmup_ratio": DEFAULT_WARMUP_RATIO})
         shown = Decision("optim.schedule.warmup_ratio", DEFAULT_WARMUP_RATIO, "default where no warm-up is given")
         deciding.set("optim.schedule", chosen, shown.reason, shown=shown)
+
+
+def _check_optim(deciding: _Deciding, config: Config, machine: Machine) -> None:
+    """Refuse what this number of ranks, or how they share the weights, cannot serve."""
+    if config.optim.in_backward and machine.world_size > 1:
+        raise ConfigError(
+            "optim.in_backward = true",
+            f"{machine.world_size} processes add their gradients up before any of them is applied",
+            wanted="one process",
+            do="leave out optim.in_backward",
+        )
+    mode = deciding.changes.get("parallel", {}).get("data", config.parallel.data)
+    if config.memory.offload_states != "none" and mode == "shard" and machine.world_size > 1:
+        raise ConfigError(
+            f'memory.offload_states = "{config.memory.offload_states}"',
+            "states of sharded weights are not offloaded: a rank's share of them is small already",
+            do='leave out memory.offload_states, or set parallel.data = "replicate"',
+        )
 
 
 def _decide_parallel(deciding: _Deciding, config: Config, facts: Facts, machine: Machine) -> None:

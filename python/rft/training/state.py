@@ -222,6 +222,7 @@ def resume_state(run: Run, checkpoint: Checkpoint) -> None:
     check_tensors(checkpoint, OPTIMIZER, moments)
     _load_masters(run, checkpoint)
     load_tensors(checkpoint, OPTIMIZER, moments)
+    run.optimizer.state_was_loaded()
     if rng is not None:
         rng.restore()
     if run.rank == 0:
