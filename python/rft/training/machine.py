@@ -22,6 +22,8 @@ class Machine:
     bf16: bool
     """Whether it computes in bf16 natively."""
     cores: int
+    per_node: int = 0
+    """GPUs of one node; 0: all ranks are on one."""
 
     def describe(self) -> str:
         """`1x NVIDIA H200 139 GiB`, or `cpu, 2 cores (AVX-512 BF16)`."""

@@ -26,6 +26,7 @@ from rft.losses import SftLoss
 from rft.memory.disk import DiskFile
 from rft.memory.host_pool import HostPool
 from rft.memory.offload import Offloader
+from rft.memory.planner import Planned
 from rft.memory.recompute import apply_recompute
 from rft.memory.recompute import why_not as why_no_recompute
 from rft.memory.tiled_mlp import apply_tiled_mlp
@@ -52,6 +53,7 @@ from rft.training.machine import Machine, free_host_bytes, inspect_machine, limi
 from rft.training.resolve import (
     plan_packs_per_step,
     plan_total_steps,
+    planned_for,
     resolve,
     resolve_for_data,
     resolve_precision,
@@ -90,6 +92,8 @@ class Job:
     prepared: Prepared | None = None
     kernels: bool = False
     """Whether the Triton kernels are swapped in."""
+    planned: Planned | None = None
+    """What the planner expects of a step; None on a CPU, which is not planned for."""
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -159,6 +163,7 @@ def inspect_job(config: Config, world: World, *, kernels: bool | None = None) ->
     rows = auto_chunk_rows(
         world.device.type, facts.vocab_size, kernels=not no_kernels, head_trained=head_trained, itemsize=itemsize
     )
+    can_recompute = not why_no_recompute(list(decoder_layers(model)))
     config, more = resolve(
         config,
         facts,
@@ -168,8 +173,13 @@ def inspect_job(config: Config, world: World, *, kernels: bool | None = None) ->
         store=str(default_root()),
         kernels=not no_kernels,
         isolates=probed.isolates,
-        can_recompute=not why_no_recompute(list(decoder_layers(model))),
+        can_recompute=can_recompute,
     )
+    planned = None
+    if machine.kind == "cuda":
+        planned = planned_for(
+            config, facts, machine, kernels=not no_kernels, can_recompute=can_recompute, isolates=probed.isolates
+        )
     assert isinstance(config.train.micro_batch, int)
     require_packing(
         probed, packing=config.data.packing, micro_batch=config.train.micro_batch, name=type(model).__name__
@@ -187,6 +197,7 @@ def inspect_job(config: Config, world: World, *, kernels: bool | None = None) ->
         receipts=receipts,
         decisions=[*decisions, *more],
         kernels=not no_kernels,
+        planned=planned,
     )
 
 
