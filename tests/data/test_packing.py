@@ -260,6 +260,24 @@ def test_a_position_in_other_packs_is_refused(chats, change):
         rft.data.open(chats.path, **{"seq_len": 256, **change}).resume(state)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{}, None, 5, {"packs": -1}, {"packs": 10**9}, {"packs": "4"}, {"epoch": None}, {"epoch": -1}, {"epoch": 0.5}],
+    ids=str,
+)
+def test_what_is_no_position_is_refused(chats, change):
+    opened = rft.data.open(chats.path, seq_len=256)
+    state = {**opened.state(0, 1), **change} if isinstance(change, dict) and change else change
+    with pytest.raises(ValueError, match=r"state|packs|epoch"):
+        opened.resume(state)
+
+
+@pytest.mark.parametrize("option", [{"pad_id": -1}, {"pad_id": 10**6}, {"micro_batch": 0}, {"rank": 1}], ids=str)
+def test_options_that_no_batch_can_have_are_refused(chats, option):
+    with pytest.raises(ValueError, match=next(iter(option))):
+        rft.data.open(chats.path, seq_len=256, **option)
+
+
 # ---- threads and signals
 
 

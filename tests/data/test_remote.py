@@ -178,6 +178,18 @@ def test_cache_keeps_its_limit_and_gives_up_what_was_used_longest_ago(server, tm
     assert "data.cache_gb" in raised.value.do
 
 
+def test_names_that_look_like_our_own_count_and_go_like_others(server, tmp_path):
+    names = ["a.json", "b.lock", "c.part"]
+    for name in names:
+        server.objects[f"/{name}"] = name.encode() * 1000
+    files = [fetch(tmp_path, f"{server.url}/{name}", limit=13_000)[0] for name in names]
+    assert [file.exists() for file in files] == [False, True, True], "6,000 bytes each: two fit"
+    for file, name in zip(files[1:], names[1:], strict=True):
+        assert file.read_bytes() == server.objects[f"/{name}"]
+        (again,) = fetch(tmp_path, f"{server.url}/{name}", limit=13_000)
+        assert again == file
+
+
 @pytest.mark.parametrize("kind", [0, 1], ids=["https", "s3"])
 def test_file_that_is_not_there_is_told_by_its_url(server, tmp_path, kind):
     url = both(server, "/bucket/none.jsonl")[kind]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections import deque
 from collections.abc import Iterator
@@ -17,7 +18,9 @@ from rft.errors import DataError
 if TYPE_CHECKING:
     from rft._native import Plan, Store
 
-_SLOTS = 8  # micro-batches filled ahead: one is a few 100 kB; the thread is woken for six at a time, so eight keep it ahead
+_SLOTS = (
+    8  # micro-batches filled ahead: one is a few 100 kB; the thread is woken for six at a time, so eight keep it ahead
+)
 _ROUND_TO = 64  # tokens; length of a row under packing "none", as the extension rounds it
 _PLANS_KEPT = 2
 _KEEP_FREE = 16 << 20  # bytes
@@ -50,10 +53,15 @@ class Loader:
     ):
         """seq_len: tokens of a pack. packing: stream, bfd, even, sequential or none. overlong: split, truncate, drop or error.
 
-        micro_batch: packs of a `Batch`. balance: the packs of a step are dealt to the ranks by their cost. name: for messages.
+        pad_id: fills up packs; any id of the vocabulary, as nothing is learned there. micro_batch: packs of a `Batch`. balance: the packs of a step are dealt to the ranks by their cost. name: for messages.
         """
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} of {world_size}")
+        if micro_batch < 1:
+            raise ValueError(f"micro_batch = {micro_batch}: wanted 1 or more packs")
+        vocab_size = json.loads(store.manifest)["vocab_size"]
+        if not 0 <= pad_id < vocab_size:
+            raise ValueError(f"pad_id = {pad_id}: wanted an id of the set's vocabulary, 0 to {vocab_size - 1}")
         self.store, self.seq_len, self.packing, self.overlong = store, seq_len, packing, overlong
         self.seed, self.pad_id, self.shuffle, self.name = seed, pad_id, shuffle, name
         self.rank, self.world_size, self.micro_batch, self.balance = rank, world_size, micro_batch, balance
