@@ -315,3 +315,10 @@ def test_an_interrupted_reader_ends_with_its_thread(chats):
         child.kill()
     assert child.returncode == -signal.SIGINT
     assert told.rstrip().endswith("KeyboardInterrupt")
+
+
+def test_bins_and_ranks_that_cannot_be_are_an_error_and_no_panic():
+    with pytest.raises(_native.NativeError, match="at most 16777216"):
+        _native.pack(np.array([1], np.uint32), 2**24 + 1, "bfd")
+    with pytest.raises(_native.NativeError, match="1 packs for"):
+        _native.deal(np.array([1], np.uint64), 2**63, 2)
