@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from rft.memory.plan import MemoryPlan, Recompute
-
-if TYPE_CHECKING:
-    from rft.models.describe import Facts
+from rft.models.facts import Facts
 
 GIB = 2**30
 BaseWeights = Literal["bf16", "fp8", "nf4", "int8"]
