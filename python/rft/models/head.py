@@ -122,6 +122,10 @@ class Head:
         """fp32 logits [..., V] of hidden states [..., D]: for a few rows, when the logits themselves are wanted."""
         return self.transform(self.module(hidden).float())
 
+    def set_chunk_rows(self, rows: int | Literal["least"]) -> None:
+        """Rows of logits at a time from now on."""
+        self._chunk_rows = rows
+
     def _rows_at_a_time(self, hidden: Tensor, vocabulary: int) -> int:
         if self._chunk_rows == "least":
             return 64
