@@ -25,7 +25,7 @@ from support.rows import packed_batch, random_documents
 
 def run(model, batch):
     """Hidden states of a packed batch, and the gradient of each parameter."""
-    state = install_attention(model, "sdpa")
+    state = install_attention(model, "math")
     hidden, _ = Backbone(model, state)(batch)
     hidden.square().sum().backward()
     return hidden.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
