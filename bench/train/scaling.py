@@ -47,7 +47,7 @@ from _scaling_ranks import PARITY, SETTINGS, TINY, Setting, Task, child
 
 NEEDS = "several CUDA GPUs of 80 GiB or more (--tiny: nothing)"
 PARTS = ("nccl", "parity", "killed", "speed", "checkpoint")
-ALLOWED = {"fp32": 1e-4, "bf16": 1e-2}
+ALLOWED = {"fp32": 1e-4, "bf16": 2e-2}
 """Largest relative difference of a loss over 20 steps: sums in another order, which AdamW turns into whole updates where gradients are near zero."""
 
 
@@ -326,6 +326,7 @@ class Bench:
         again = self.run(dataclasses.replace(task, part="load", ranks=fewer, packs=task.ranks, steps=2))
         if "error" in again:
             return self.error(f"{case}/on-{fewer}", "rft", again["error"])
+        self.results.add(f"{case}/on-{fewer}", "rft", "check_seconds", again["check_seconds"])
         self.results.add(f"{case}/on-{fewer}", "rft", "load_seconds", again["seconds"])
         self.compare(f"{case}/on-{fewer}", again["losses"], saved["losses"], task.precision)
         return None
