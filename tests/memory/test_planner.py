@@ -187,9 +187,9 @@ def test_auto_is_decided_on_a_gpu_with_the_bytes_as_its_reason():
     assert "GiB" in reasons["train.micro_batch"]
     assert "GiB" in reasons["memory.recompute"]
     made, _ = decide(config(data={"seq_len": 8192}), SMALL_GPU, LLAMA_8B)
-    assert made.memory.recompute == "full"
+    assert made.memory.recompute == "selective"
     limited, _ = decide(config(data={"seq_len": 8192}, memory={"limit": 24.0}), H200, LLAMA_8B)
-    assert limited.memory.recompute == "full"
+    assert limited.memory.recompute == "selective"
 
 
 @pytest.mark.parametrize(

@@ -264,6 +264,13 @@ def _check_optim(deciding: _Deciding, config: Config, machine: Machine) -> None:
             wanted="one process",
             do="leave out optim.in_backward",
         )
+    if config.train.on_oom == "replan" and machine.world_size > 1:
+        raise ConfigError(
+            'train.on_oom = "replan"',
+            f"one of {machine.world_size} processes that makes its step again would leave the others waiting in theirs",
+            wanted="one process",
+            do="leave out train.on_oom; `rft plan` says what fits",
+        )
     mode = deciding.changes.get("parallel", {}).get("data", config.parallel.data)
     if config.memory.offload_states != "none" and mode == "shard" and machine.world_size > 1:
         raise ConfigError(
@@ -366,6 +373,8 @@ def memory_problem(
         for key in ("recompute", "offload", "tiled_mlp", "offload_states")
         if key in type(memory).model_fields
     }
+    if facts.is_moe and chosen.get("tiled_mlp") is None:
+        chosen["tiled_mlp"] = 1  # experts are no MLP whose rows are independent
     in_backward = bool(getattr(config.optim, "in_backward", False))
     question = planner.Given(
         micro_batch=given,
