@@ -47,7 +47,7 @@ from _scaling_ranks import PARITY, SETTINGS, TINY, Setting, Task, child
 
 NEEDS = "several CUDA GPUs of 80 GiB or more (--tiny: nothing)"
 PARTS = ("nccl", "parity", "killed", "speed", "checkpoint")
-ALLOWED = {"fp32": 1e-4, "bf16": 2e-2}
+ALLOWED = {"fp32": 1e-4, "bf16": 1e-2}
 """Largest relative difference of a loss over 20 steps: sums in another order, which AdamW turns into whole updates where gradients are near zero."""
 
 
@@ -204,11 +204,13 @@ class Bench:
         """The same 20 steps on every number of ranks; from the most ranks' checkpoint on with half and a quarter of them."""
         most, least, steps = max(self.ranks), min(self.ranks), 20
         for precision in ("fp32",) if self.args.tiny else ("fp32", "bf16"):
+            # 1e-4: at 1e-3 AdamW moves a weight of 0.02 by 5 % a step, and where a gradient is near zero its sign is rounding. In bf16
+            # 20 such steps are chaos (losses from 7.7 to 2.2, 4.9e-2 apart on one and two H200); 0.5 % a step is training.
             common = {
                 "precision": precision,
                 "packs": most,
                 "steps": steps,
-                "lr": 1e-3,
+                "lr": 1e-4,
                 "run_dir": str(self.folder / precision),
             }
             fewer = {most // 2, most // 4} & set(range(1, most))
