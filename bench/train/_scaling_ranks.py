@@ -350,7 +350,7 @@ def waiting(step: Callable[[], Any], cuda: bool, steps: int = 2) -> dict[str, fl
     for event in traced.events():
         kind_of = communicates(event.name, cuda)
         on_device = event.device_type == torch.autograd.DeviceType.CUDA
-        if kind_of is None or on_device != cuda or getattr(event, "is_user_annotation", False):
+        if kind_of is None or on_device != cuda or (cuda and getattr(event, "is_user_annotation", False)):
             continue
         spans[kind_of].append((event.time_range.start, event.time_range.end))
     talking, both = covered(spans[True]), covered(spans[True] + spans[False])
