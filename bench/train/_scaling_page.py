@@ -98,8 +98,13 @@ def others(figures: Figures) -> list[str]:
             )
         elif metric == "relative_loss_error":
             lines.append(f"- `{case.partition('/')[2]}`: losses differ by {value:.1e} at most")
-        elif metric in ("save_seconds", "load_seconds", "gib_on_disk"):
-            what = {"save_seconds": "saved in", "load_seconds": "loaded in", "gib_on_disk": "takes"}[metric]
+        elif metric in ("save_seconds", "check_seconds", "load_seconds", "gib_on_disk"):
+            what = {
+                "save_seconds": "saved in",
+                "check_seconds": "every byte checked in",
+                "load_seconds": "loaded in",
+                "gib_on_disk": "takes",
+            }[metric]
             lines.append(
                 f"- `{case.partition('/')[2]}`: {what} {value:.1f} {'GiB' if metric == 'gib_on_disk' else 's'}"
             )

@@ -137,7 +137,7 @@ def test_nothing_that_a_terminal_obeys_leaves_through_a_line_an_error_a_tracebac
     assert err.count("a\\x1b[31mb") == 4
 
 
-def test_an_exception_of_a_library_is_shown_without_its_escapes(capsys):
+def test_a_file_name_is_shown_without_its_escapes(capsys):
     from rft.cli import run
 
     assert run(["train", "no\x1b[31msuch.toml"]) == 2

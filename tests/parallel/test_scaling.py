@@ -57,6 +57,20 @@ def test_time_that_only_communication_takes_is_what_it_does_not_share():
     assert covered(talking + computing) - covered(computing) == (2 + 1) + 1  # 0-2, 5-6, 10-11
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", True),
+        ("nccl:_all_gather_base", None),
+        ("FSDP::all_gather (model.layers.3)", None),
+        ("Optimizer.step#AdamW.step", None),
+        ("nvjet_tst_192x192_64x4_2x1_v_bz_coopA_NNT", False),
+    ],
+)
+def test_names_that_lie_over_kernels_are_neither_computing_nor_talking(name, expected):
+    assert load("_scaling_ranks").communicates(name, cuda=True) is expected
+
+
 def lines_of(ranks: int, ours: float, theirs: float | None, wait_ms: float) -> list[dict]:
     case = f"scaling/{ranks}/llama-1b/full-bf16/doc-8192"
     made = [("rft", "tokens_per_second", ours), ("rft", "gib", 30.0), ("rft", "wait_ms", wait_ms)]

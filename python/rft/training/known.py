@@ -146,7 +146,7 @@ def _place(config: Config, processes: int) -> Path | None:
             config.model.model_dump(mode="json"), config.adapter.model_dump(mode="json"), config.train.precision, config.train.master,
             processes, model, adapter, _code(), _machine(),
         ]  # fmt: skip
-    except OSError:
+    except (OSError, RuntimeError):  # a name that is too long, ~somebody: told by whoever looks for the model
         return None
     key = hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:32]
     return default_root().with_name("models") / f"{key}.json"

@@ -250,7 +250,8 @@ class _Catcher:
         self.parameters = [p for _, p in self._named]
         self.gradients: dict[str, Tensor] = {}
 
-    def step(self, scale: object = None) -> None:
+    def step(self, factor: Tensor | None = None) -> None:
+        """Keeps the gradients as they are, unclipped."""
         self.gradients = {name: p.grad.detach().float().cpu().clone() for name, p in self._named if p.grad is not None}
 
     def zero_grad(self) -> None:
