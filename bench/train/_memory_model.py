@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from dataclasses import dataclass
@@ -79,7 +80,7 @@ class Model:
             self.step()
             clock.record()
         torch.cuda.synchronize()
-        return [self.batch.num_tokens / (a.elapsed_time(b) / 1e3) for a, b in zip(clocks, clocks[1:], strict=False)]
+        return [self.batch.num_tokens / (a.elapsed_time(b) / 1e3) for a, b in itertools.pairwise(clocks)]
 
 
 def build(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from rft.errors import Refused, TrainingError
 from rft.memory import disk
@@ -144,6 +145,39 @@ def test_a_graph_that_is_kept_goes_backward_twice():
     second = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
     for a, b in zip(first, second, strict=True):
         assert (a is None and b is None) or torch.equal(a, b)
+
+
+def test_each_layers_kept_output_is_freed_when_its_backward_is_done():
+    """The highest number of outputs alive at one time in the backward falls layer by layer: what is held is not one list till the end."""
+    register()
+    model = build("llama", attention="rft").train()
+    state = install_attention(model, "sdpa")
+    layers = list(decoder_layers(model))
+    apply_recompute(layers, "selective")
+    outputs: list[StorageWeakRef] = []
+    alive: list[int] = []
+    original = attention_backends.BACKENDS["sdpa"]
+
+    def noted(*args):
+        out = original(*args)
+        outputs.append(StorageWeakRef(out.untyped_storage()))
+        return out
+
+    attention_backends.BACKENDS["sdpa"] = noted
+    try:
+        for layer in layers:
+            layer.register_full_backward_hook(
+                lambda *_: alive.append(sum(not reference.expired() for reference in outputs)) and None
+            )
+        batch = packed_batch(*random_documents(13, 5))
+        hidden, _ = Backbone(model, state)(batch)
+        assert sum(not reference.expired() for reference in outputs) == len(layers)
+        loss = hidden.pow(2).sum()  # held, as a step does: the graph's nodes live until the backward is over
+        loss.backward()
+    finally:
+        attention_backends.BACKENDS["sdpa"] = original
+    assert alive == sorted(alive, reverse=True)
+    assert alive[-1] <= 1, alive
 
 
 def test_a_model_without_checkpointing_layers_is_refused_with_its_name():
