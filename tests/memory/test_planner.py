@@ -13,7 +13,7 @@ from rft.memory.plan import MemoryPlan, config_with
 from rft.memory.planner import GIB, Given, Planned, Problem
 from rft.memory.sizes import layer_bytes, sizes
 from rft.memory.speed import Machinery, seconds
-from rft.models.describe import Facts
+from rft.models.facts import Facts
 from rft.training.machine import Machine
 from rft.training.resolve import memory_problem, planned_for, resolve, resolve_precision
 

@@ -17,6 +17,7 @@ from rft.errors import RftError, TrainingError, system_reason
 from rft.parallel.collectives import broadcast_json
 from rft.parallel.mesh import World, join_world, leave_world
 from rft.training import headline
+from rft.training.known import remember
 from rft.training.loop import train as train_run
 from rft.training.replan import ran_out
 from rft.training.result import Result
@@ -108,6 +109,8 @@ def _train_in(
 ) -> Result:
     began = time.perf_counter()
     job = inspect_job(config, world)
+    if world.rank == 0:
+        remember(config, world.world_size, job.known)
     headline.tell_machine(job.machine)
     headline.tell_model(job)
     add_data(job, rows)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rft.config.adapter import LoraConfig
+from rft.config.optim import DEFAULT_WARMUP_RATIO
 from rft.config.root import Config
 from rft.errors import ConfigError
 from rft.memory import planner
@@ -15,9 +16,8 @@ from rft.memory.devices import find_gpu, rates_of
 from rft.memory.plan import MemoryPlan
 from rft.memory.sizes import GIB, Problem, state_bytes
 from rft.memory.speed import Machinery
-from rft.models.describe import Facts
+from rft.models.facts import Facts
 from rft.models.rope import asked
-from rft.optim.schedule import DEFAULT_WARMUP_RATIO
 from rft.training.decision import Decision
 from rft.training.machine import Machine
 

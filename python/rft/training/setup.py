@@ -18,7 +18,6 @@ from rft.adapters.lora import initialise, inject, train_everything
 from rft.checkpoint.load import Checkpoint
 from rft.config.adapter import LoraConfig
 from rft.config.root import Config
-from rft.data.folder import default_root
 from rft.data.loader import Loader
 from rft.data.prepare import Prepared, prepare
 from rft.errors import ConfigError, Refused
@@ -28,7 +27,8 @@ from rft.memory.recompute import why_not as why_no_recompute
 from rft.models.attention import choose_backend, install_attention
 from rft.models.aux_loss import RouterLoss
 from rft.models.backbone import Backbone, decoder_layers
-from rft.models.describe import Facts, describe
+from rft.models.describe import describe
+from rft.models.facts import Facts
 from rft.models.head import KERNEL_ALLOWED, Head, auto_chunk_rows, compare_kernel
 from rft.models.load import build_meta, find_model, materialise
 from rft.models.probe import Probed, probe_architecture, require_packing
@@ -44,6 +44,7 @@ from rft.parallel.fsdp import local_part
 from rft.parallel.mesh import World
 from rft.training.decision import Decision
 from rft.training.flops import count_flops
+from rft.training.known import Known
 from rft.training.machine import Machine, inspect_machine, limit_threads
 from rft.training.memory_modes import offload_folder, save_memory
 from rft.training.replan import Replanner
@@ -51,7 +52,6 @@ from rft.training.resolve import (
     plan_packs_per_step,
     plan_total_steps,
     planned_for,
-    resolve,
     resolve_for_data,
     resolve_precision,
     resolve_rope,
@@ -82,6 +82,7 @@ class Job:
     """Trained parameters that this architecture computes with in fp32 in any case."""
     facts: Facts
     probed: Probed
+    known: Known
     receipts: Receipts = field(default_factory=Receipts)
     decisions: list[Decision] = field(default_factory=list)
     prepared: Prepared | None = None
@@ -159,17 +160,16 @@ def inspect_job(config: Config, world: World, *, kernels: bool | None = None) ->
         world.device.type, facts.vocab_size, kernels=not no_kernels, head_trained=head_trained, itemsize=itemsize
     )
     can_recompute = not why_no_recompute(list(decoder_layers(model)))
-    config, more = resolve(
-        config,
-        facts,
-        machine,
+    known = Known(
+        facts=facts,
+        machine=machine,
         attention=choose_backend(config.model.attention, world.device, compute_dtype, probed.needs),
         chunk_rows=rows,
-        store=str(default_root()),
         kernels=not no_kernels,
         isolates=probed.isolates,
         can_recompute=can_recompute,
     )
+    config, more = known.resolve(config)
     planned = None
     if machine.kind == "cuda":
         planned = planned_for(
@@ -193,15 +193,8 @@ def inspect_job(config: Config, world: World, *, kernels: bool | None = None) ->
         decisions=[*decisions, *more],
         kernels=not no_kernels,
         planned=planned,
+        known=known,
     )
-
-
-def resolve_without_weights(config: Config) -> tuple[Config, list[Decision]]:
-    """The config as a run on this machine would have it, and why; reads neither weights nor data."""
-    from rft.parallel.mesh import join_world
-
-    job = inspect_job(config, join_world())
-    return job.config, job.decisions
 
 
 def add_data(job: Job, rows: Iterable[dict[str, Any]] | None) -> None:
@@ -331,7 +324,7 @@ def quantise_to_fp8(job: Job, layers: list[torch.nn.Module]) -> None:
 
         handed, readers = count_handed_rows(layers)
         if handed:
-            how = "inputs quantised by the norm before, those of down by the gated activation"
+            how = "inputs of q, k, v and of gate, up quantised by the norm before"
             job.receipts.apply("fp8 inputs", handed, readers, how)
         if handed < readers:
             why = "their layer is not served by `add and norm`: a pass of their own quantises them"
