@@ -48,14 +48,14 @@ class Done:
 
 
 def step(
-    recompute, *, kernels: bool = False, family: str = "llama", backend: str = "sdpa", dropout: float = 0.0,
+    recompute, *, kernels: bool = False, family: str = "llama", backend: str = "sdpa", dropout: float = 0.0, lora: bool = False,
     offloader: Offloader | None = None, micro_batches: int = 1, layers: int | None = None,
 ) -> Done:  # fmt: skip
     """Gradients of packed batches through a tiny model, and what was kept of it."""
     register()
     torch.manual_seed(3)
     model = build(family, attention="rft").train()
-    if dropout:
+    if dropout or lora:
         from rft.adapters.lora import initialise, inject
         from rft.config.adapter import LoraConfig
 
@@ -121,6 +121,16 @@ def test_dropout_draws_the_same_numbers_again(recompute):
     plain = step("none", dropout=0.3)
     assert_equal(step(recompute, dropout=0.3), plain)
     assert step("none", dropout=0.0).loss != plain.loss, "there is dropout"
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_every_adapter_gets_its_gradient_though_nothing_below_it_needs_one(recompute):  # BO-34
+    plain, got = step("none", lora=True), step(recompute, lora=True)
+    factors = [n for n in got.gradients if "lora_B" in n]
+    assert factors
+    assert all(float(got.gradients[n].abs().max()) > 0 for n in factors)
+    assert not any("embed" in n for n in got.gradients)
+    assert_equal(got, plain)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "phi3", "gpt_oss"])
