@@ -219,23 +219,22 @@ def planned(setting: Setting, facts: Any, rows: int) -> tuple[int, Any]:
     import torch
 
     from rft.memory import planner
+    from rft.memory.devices import rates_of
+    from rft.memory.speed import Machinery
 
     if setting.tiny:
         return 2, 2
-    total = torch.cuda.get_device_properties(0).total_memory
-    state = facts.num_parameters * 2 + facts.num_trained * 16
-    from rft.training.flops import peak_flops
-
     problem = planner.Problem(
-        facts=facts, state_bytes=state, gathered_bytes=0, seq_len=setting.seq_len, packs=32768 // setting.seq_len, memory_bytes=total,
-        kernels=True, trained_in_full=setting.case.adapter == "none", itemsize=2, chunk_rows=rows,
-        peak_flops=peak_flops(torch.cuda.get_device_name(), "bf16") or planner.DEFAULT_PEAK,
+        facts=facts, seq_len=setting.seq_len, packs=32768 // setting.seq_len, memory_bytes=torch.cuda.get_device_properties(0).total_memory,
+        kernels=True, trained_in_full=setting.case.adapter == "none", itemsize=2, base=setting.case.base, attention="fa4",
+        document_tokens=sum(n * n for n in setting.lengths()) / sum(setting.lengths()),
     )  # fmt: skip
-    chosen = planner.plan(problem).chosen
-    print(
-        f"plan: {chosen.micro_batch} packs, recompute {chosen.recompute}, {chosen.total / 2**30:.1f} GiB: {chosen.bytes}"
+    made = planner.plan(
+        problem, planner.Given(chunk_rows=rows, tiled_mlp=1), Machinery(rates_of(torch.cuda.get_device_name()))
     )
-    return chosen.micro_batch, chosen.recompute
+    chosen = made.chosen
+    print(f"plan: {chosen.plan}, {chosen.total / 2**30:.1f} GiB: {chosen.sizes.allocated}")
+    return chosen.plan.micro_batch, chosen.plan.recompute
 
 
 def fill_on_device(model: Any, device: Any) -> None:

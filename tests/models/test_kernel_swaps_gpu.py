@@ -9,7 +9,8 @@ from rft.kernels import fp8
 from rft.kernels.lora_linear import Branch, FrozenLinear, lora_gated_mlp, lora_linears
 from rft.memory.plan import MemoryPlan
 from rft.memory.recompute import apply_recompute
-from rft.memory.sizes import Problem, sizes
+from rft.memory.sizes import Problem
+from rft.memory.sizes import sizes as sizes_of
 from rft.models.attention import install_attention, register
 from rft.models.backbone import Backbone, decoder_layers
 from rft.models.describe import describe
@@ -166,7 +167,7 @@ def test_the_planner_s_bytes_are_near_what_a_step_takes(lora, recompute):
         facts=facts, seq_len=8192, packs=1, memory_bytes=100 << 30, kernels=True, trained_in_full=not lora, itemsize=2,
         master_itemsize=2, document_tokens=1024,
     )  # fmt: skip
-    moments = sizes(problem, MemoryPlan(recompute=recompute)).moments.values()
+    moments = sizes_of(problem, MemoryPlan(recompute=recompute)).moments.values()
     there = ("weights", "adapter", "optimizer")  # before the step, or not at all
     modelled = max(sum(count for name, count in moment.items() if name not in there) for moment in moments)
     assert modelled == pytest.approx(taken, rel=0.08), (

@@ -27,4 +27,4 @@ class MemoryConfig(Table):
     offload_dir: str | None = None
     """Folder for what goes to disk; its files have no name while they are used, so a crash leaves none. Default: `offload` in the run directory."""
     limit: PositiveFloat | None = None
-    """GiB that a rank may use. Default: what its GPU has."""
+    """GiB that a rank's tensors may take, the allocator's slack among them; the CUDA context (about 0.6 GiB) is beside them. Default: what its GPU has."""

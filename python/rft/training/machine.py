@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     import torch
 
+HOST_SHARE = 0.8
+"""Of the host memory that is free at the start: what offloading may take where the config does not say."""
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -25,6 +28,8 @@ class Machine:
     cores: int
     per_node: int = 0
     """GPUs of one node; 0: all ranks are on one."""
+    host_bytes: int | None = None
+    """Of the machine's memory that this rank may pin; None: not known, as of a machine that is planned for."""
 
     def describe(self) -> str:
         """`1x NVIDIA H200 139 GiB`, or `cpu, 2 cores (AVX-512 BF16)`."""
@@ -47,6 +52,7 @@ def inspect_machine(device: torch.device, world_size: int) -> Machine:
             world_size=world_size,
             bf16=properties.major >= 8,  # Ampere; older cards emulate it slowly
             cores=usable_cores(),
+            host_bytes=int(HOST_SHARE * free_host_bytes() / int(os.environ.get("LOCAL_WORLD_SIZE", world_size))),
         )
     return Machine(
         kind="cpu",

@@ -16,14 +16,11 @@ from rft.memory.offload import Offloader
 from rft.memory.recompute import apply_recompute
 from rft.memory.tiled_mlp import apply_tiled_mlp
 from rft.models.attention import NAME, why_not_kept
-from rft.training.machine import free_host_bytes
+from rft.training.machine import HOST_SHARE, free_host_bytes
 from rft.training.trainee import Trainee
 
 if TYPE_CHECKING:
     from rft.training.setup import Job
-
-HOST_SHARE = 0.8
-"""Of the host memory that is free at the start: what offloading may take where the config does not say."""
 
 
 def save_memory(job: Job, trainee: Trainee, layers: list[torch.nn.Module], run_dir: Path | None) -> None:

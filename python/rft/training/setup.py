@@ -22,6 +22,7 @@ from rft.data.loader import Loader
 from rft.data.prepare import Prepared, prepare
 from rft.errors import ConfigError, Refused
 from rft.losses import SftLoss
+from rft.memory import planner
 from rft.memory.planner import Planned
 from rft.memory.recompute import why_not as why_no_recompute
 from rft.models.attention import choose_backend, install_attention
@@ -42,6 +43,7 @@ from rft.optim.groups import is_lora_B
 from rft.parallel.apply import apply_replicate, parallelize
 from rft.parallel.fsdp import local_part
 from rft.parallel.mesh import World
+from rft.quant.packed import Packed, place
 from rft.training.decision import Decision
 from rft.training.flops import count_flops
 from rft.training.known import Known
@@ -203,10 +205,14 @@ def add_data(job: Job, rows: Iterable[dict[str, Any]] | None) -> None:
     job.prepared = prepare(job.config.data, job.tokenizer, rows=rows, lead=lead, seed=job.config.train.seed)
     assert job.config.data.seq_len is not None
     lengths = np.minimum(job.prepared.train.lengths().astype(np.float64), job.config.data.seq_len)
-    job.config, decisions = resolve_for_data(
-        job.config, job.machine, float((lengths**2).sum() / lengths.sum()), job.facts.is_moe
-    )
+    mean_length = float((lengths**2).sum() / lengths.sum())
+    job.config, decisions = resolve_for_data(job.config, job.machine, mean_length, job.facts.is_moe)
     job.decisions += decisions
+    if job.planned is not None:
+        counts = job.prepared.report["train"]
+        labelled = counts.get("trained_tokens", 0) / max(counts.get("tokens", 0), 1)
+        problem = replace(job.planned.problem, label_share=labelled or 1.0, document_tokens=mean_length)
+        job.planned = planner.again(job.planned, problem)
 
 
 def build_run(job: Job, run_dir: Path, checkpoint: Checkpoint | None) -> Run:
@@ -251,6 +257,7 @@ def build_run(job: Job, run_dir: Path, checkpoint: Checkpoint | None) -> Run:
         flops=count_flops(trainee.model, job.facts),
         device_name=job.machine.device_name,
         receipts=job.receipts.to_json(),
+        planned=job.planned,
         replanner=Replanner(job, run_dir),
     )
     seed_everything(
@@ -296,7 +303,10 @@ def build_trainee(job: Job, run_dir: Path | None = None) -> Trainee:
     if job.mode != "none":
         how = {"shard": "FSDP2, a group a layer", "replicate": "gradients summed in fp32 during the backward"}[job.mode]
         job.receipts.apply(f"parallel {job.mode}", 1, 1, f"{world.world_size} ranks, {how}")
+    packed = pack_base(job, layers) if config.model.base_weights in ("nf4", "int8") else None
     materialise(model, job.source, world.device, root=trainee, local_part=local_part)
+    if packed is not None:
+        tell_packed(job, packed)
     settle_dynamic(model, config.model.rope.target_length)
     if isinstance(config.adapter, LoraConfig):
         initialise(model, config.adapter, seed=config.train.seed, local_part=local_part)
@@ -305,6 +315,33 @@ def build_trainee(job: Job, run_dir: Path | None = None) -> Trainee:
     if job.mode == "replicate":
         apply_replicate(trainee, world)
     return trainee.train()
+
+
+def pack_base(job: Job, layers: list[torch.nn.Module]) -> Packed:
+    """Containers for frozen linears of the decoder layers, which take their weights in fewer bits as these are read."""
+    kind = job.config.model.base_weights
+    assert kind in ("nf4", "int8")
+    placed = place(job.model, layers, kind)
+    if not placed.linears:
+        why = next(iter(placed.left), "its decoder layers have no frozen linear")
+        raise Refused(f'model.base_weights = "{kind}"', why, do='set model.base_weights = "bf16"')
+    return placed
+
+
+def tell_packed(job: Job, packed: Packed) -> None:
+    """Receipt of a quantised base: how much, how well, and what stayed in 16 bits."""
+    size = packed.bytes() / packed.numbers * 8
+    how = f"{packed.bytes() / 2**30:.2f} GiB, {size:.2f} bits a number; dequantised into one shared buffer"
+    checked = {"largest relative error of a weight": job.model.rft_packing_error}
+    job.receipts.apply(f"{packed.kind} base", len(packed.linears), packed.of, how, checked)
+    for why, count in packed.left.items():
+        job.receipts.decline(f"{packed.kind} base", count, why)
+    share = packed.left_numbers / (packed.numbers + packed.left_numbers)
+    if share > 0.05:
+        log.warn(
+            f'model.base_weights = "{packed.kind}": {share:.0%} of the weights in the decoder layers stay in 16 bits '
+            f"({', '.join(packed.left)}): {packed.left_numbers * job.compute_dtype.itemsize / 2**30:.1f} GiB"
+        )
 
 
 def quantise_to_fp8(job: Job, layers: list[torch.nn.Module]) -> None:
