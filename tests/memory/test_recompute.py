@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from rft.errors import Refused, TrainingError
 from rft.memory import disk
@@ -47,14 +48,14 @@ class Done:
 
 
 def step(
-    recompute, *, kernels: bool = False, family: str = "llama", backend: str = "sdpa", dropout: float = 0.0,
+    recompute, *, kernels: bool = False, family: str = "llama", backend: str = "sdpa", dropout: float = 0.0, lora: bool = False,
     offloader: Offloader | None = None, micro_batches: int = 1, layers: int | None = None,
 ) -> Done:  # fmt: skip
     """Gradients of packed batches through a tiny model, and what was kept of it."""
     register()
     torch.manual_seed(3)
     model = build(family, attention="rft").train()
-    if dropout:
+    if dropout or lora:
         from rft.adapters.lora import initialise, inject
         from rft.config.adapter import LoraConfig
 
@@ -122,6 +123,16 @@ def test_dropout_draws_the_same_numbers_again(recompute):
     assert step("none", dropout=0.0).loss != plain.loss, "there is dropout"
 
 
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_every_adapter_gets_its_gradient_though_nothing_below_it_needs_one(recompute):  # BO-34
+    plain, got = step("none", lora=True), step(recompute, lora=True)
+    factors = [n for n in got.gradients if "lora_B" in n]
+    assert factors
+    assert all(float(got.gradients[n].abs().max()) > 0 for n in factors)
+    assert not any("embed" in n for n in got.gradients)
+    assert_equal(got, plain)
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "phi3", "gpt_oss"])
 def test_selective_keeps_attention_whatever_the_family(family):
     backend = "math" if family in ("gemma2", "gpt_oss") else "sdpa"  # soft-cap, sinks
@@ -144,6 +155,39 @@ def test_a_graph_that_is_kept_goes_backward_twice():
     second = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
     for a, b in zip(first, second, strict=True):
         assert (a is None and b is None) or torch.equal(a, b)
+
+
+def test_each_layers_kept_output_is_freed_when_its_backward_is_done():
+    """The highest number of outputs alive at one time in the backward falls layer by layer: what is held is not one list till the end."""
+    register()
+    model = build("llama", attention="rft").train()
+    state = install_attention(model, "sdpa")
+    layers = list(decoder_layers(model))
+    apply_recompute(layers, "selective")
+    outputs: list[StorageWeakRef] = []
+    alive: list[int] = []
+    original = attention_backends.BACKENDS["sdpa"]
+
+    def noted(*args):
+        out = original(*args)
+        outputs.append(StorageWeakRef(out.untyped_storage()))
+        return out
+
+    attention_backends.BACKENDS["sdpa"] = noted
+    try:
+        for layer in layers:
+            layer.register_full_backward_hook(
+                lambda *_: alive.append(sum(not reference.expired() for reference in outputs)) and None
+            )
+        batch = packed_batch(*random_documents(13, 5))
+        hidden, _ = Backbone(model, state)(batch)
+        assert sum(not reference.expired() for reference in outputs) == len(layers)
+        loss = hidden.pow(2).sum()  # held, as a step does: the graph's nodes live until the backward is over
+        loss.backward()
+    finally:
+        attention_backends.BACKENDS["sdpa"] = original
+    assert alive == sorted(alive, reverse=True)
+    assert alive[-1] <= 1, alive
 
 
 def test_a_model_without_checkpointing_layers_is_refused_with_its_name():

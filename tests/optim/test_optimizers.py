@@ -216,7 +216,7 @@ def test_bf16_weights_move_at_a_rate_that_rounding_to_nearest_would_lose(config)
         moved[dtype] = {n: p.detach().float() - 1 for n, p in net.named_parameters()}
     for name in ("up.weight", "down.weight"):
         wanted, got = moved[torch.float32][name], moved[torch.bfloat16][name]
-        assert wanted.abs().max() < 2**-8, "less than half a step of bf16 below 1"
+        assert wanted.abs().median() < 2**-9, "half a step of bf16 below 1 would be lost"
         assert float((got * wanted).sum() / (wanted * wanted).sum()) == pytest.approx(1, abs=0.15), name
 
 

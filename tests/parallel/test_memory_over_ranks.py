@@ -12,6 +12,8 @@ from rft.parallel.mesh import World
 from support.ranked import gathered, make_run, steps, write_base
 from support.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 WAYS: dict[str, dict[str, Any]] = {
     "selective": {"recompute": "selective"},
     "every second": {"recompute": 2},

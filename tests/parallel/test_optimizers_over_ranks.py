@@ -15,6 +15,8 @@ from rft.training.state import resume_state, save_state
 from support.ranked import gathered, make_run, moments, steps, write_base
 from support.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw, bf16 states": {"name": "adamw", "states": "bfloat16", "lr": 1e-2},
     "adamw_8bit": {"name": "adamw_8bit", "lr": 1e-2},

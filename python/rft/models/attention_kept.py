@@ -51,7 +51,7 @@ class KeptAttention:
     """What is done with a kept tensor: identity, or offloading."""
     unpack: Unpack = lambda held: held
     outputs: list[Any] = field(default_factory=list)
-    """Packed, of each call in order."""
+    """Packed, of each call in order; None once it was handed back."""
 
     def contexts(self) -> tuple[_Pass, _Pass]:
         """Around the forward and around the recomputation: what `checkpoint(context_fn=...)` takes."""
@@ -69,7 +69,7 @@ class _Pass:
         self._outer = getattr(_current, "state", None)
         if not again:
             kept.outputs.clear()
-        _current.state = (kept, iter(list(kept.outputs)) if again else None)
+        _current.state = (kept, iter(range(len(kept.outputs))) if again else None)
 
     def __exit__(self, *_: object) -> None:
         _current.state = self._outer
@@ -82,8 +82,15 @@ def keep(call: Callable[[], Tensor], inputs: tuple[Tensor, Tensor, Tensor]) -> T
         return call()
     kept, replay = state
     if replay is not None:
-        stand_in = kept.unpack(next(replay)).detach().requires_grad_()
-        return _HandOver.apply(stand_in, None, *inputs)  # type: ignore[no-any-return]
+        number = next(replay)
+        # taken out: this object lives until the whole backward is over, the output is wanted for this layer's alone
+        held, kept.outputs[number] = kept.outputs[number], None
+        if held is None:  # a graph that was kept goes backward once more
+            with torch.no_grad():
+                out = call()
+        else:
+            out = kept.unpack(held).detach()
+        return _HandOver.apply(out.requires_grad_(), None, *inputs)  # type: ignore[no-any-return]
     own = _Inputs(tuple((t.stride(), int(t.storage_offset())) for t in inputs))
     places = {t.untyped_storage().data_ptr(): number for number, t in enumerate(inputs)}
 

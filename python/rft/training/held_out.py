@@ -129,8 +129,11 @@ def eval_config(target: Target, files: list[str], *, bf16: bool) -> Config:
     half = bf16 and train.get("precision") != "fp32"
     train |= {"precision": "bf16", "master": "bfloat16"} if half else {"precision": "fp32", "master": "float32"}
     train["deterministic"] = "auto"
-    for key in ("accumulate", "tokens_per_step"):
+    for key in ("accumulate", "tokens_per_step", "on_oom"):
         train.pop(key, None)
+    # nothing is kept for a backward pass, and no optimizer is there
+    values["memory"] = {k: v for k, v in values.get("memory", {}).items() if k in ("limit", "tiled_mlp")}
+    values.get("optim", {}).pop("in_backward", None)
     values.pop("checkpoint", None)
     values["log"] = {}
     return Config.model_validate(values)

@@ -72,7 +72,7 @@ def out_of_memory(run: Run, words: str, replanner: Replanner | None) -> Training
     """The error: largest categories as they are and as planned, and the next step to take."""
     sizes = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in categories(run)[:4])
     planned = replanner.planned if replanner else None
-    if planned is not None:
+    if planned is not None and planned.chosen.plan == MemoryPlan.of(run.config):
         expected = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in planned.largest(3))
         sizes += f"; planned: {expected}"
     return TrainingError(
@@ -85,7 +85,8 @@ def out_of_memory(run: Run, words: str, replanner: Replanner | None) -> Training
 def next_step(run: Run, replanner: Replanner | None) -> str:
     """The key to change, in words."""
     planned = replanner.planned if replanner else None
-    if planned is not None and (change := planned.cheapest_change()):
+    untouched = planned is not None and planned.chosen.plan == MemoryPlan.of(run.config)
+    if planned is not None and untouched and (change := planned.cheapest_change()):
         return change
     plan = None if replanner is None else replanner.cheaper(run, fixed=False)
     if plan is not None:
