@@ -132,7 +132,7 @@ def _show(made: Answer) -> None:
         more = (
             "  "
             + ", ".join(f"{kind} {_gib(b * problem.facts.num_layers)}" for kind, b in chosen.sizes.layer.items() if b)
-            if (key == "activations" and chosen.plan.recompute == "none")
+            if (key == "activations" and chosen.plan.recompute == chosen.plan.offload == "none")
             else ""
         )
         log.line(f"  {_SHOWN.get(key, key):22}{_gib(size):>8}{more}")
