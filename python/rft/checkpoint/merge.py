@@ -122,11 +122,12 @@ def merge(
             f"{added:,} rows added for tokens that the base has none for: they are the mean of its rows, as in training"
         )
     kind = "GGUF" if source.kind == "gguf" else "bitsandbytes"
+    described = f"{source.base_id}, {f'de-quantised {kind} weights' if dequantised else 'original weights'}"
     if through is not None:
+        described = f"{source.base_id}, in {through} as a run over it holds it"
         notes.append(
             f"into the {through} base that the adapter was trained over, de-quantised: {len(names.linears)} linears"
         )
-    described = f"{source.base_id}, {f'de-quantised {kind} weights' if dequantised else 'original weights'}"
     return Merged(
         out=out,
         base=described,

@@ -117,14 +117,14 @@ def _bytes(text: str) -> int:
 
 def _show(made: Answer) -> None:
     from rft.training.headline import count
-    from rft.training.live import duration
 
     planned, machine, config = made.planned, made.machine, made.config
     chosen, problem = planned.chosen, planned.problem
     name = Path(config.model.path).name
     nodes = "" if machine.world_size <= (machine.per_node or 8) else f", {machine.per_node} a node"
     log.say("model", f"{name} · {count(made.facts.num_parameters)} parameters, {count(made.facts.num_trained)} trained")
-    log.say("machine", f"{machine.describe()}{nodes} · rates: {planned.machinery.rates.source}")
+    rates = f" · rates: {planned.machinery.rates.source}" if machine.kind == "cuda" else ""
+    log.say("machine", f"{machine.describe()}{nodes}{rates}")
     log.line()
     log.line(f"memory of a rank, GiB ({_MOMENTS[chosen.sizes.moment]})")
     rows = {**chosen.sizes.allocated, **chosen.sizes.beside}
@@ -132,7 +132,7 @@ def _show(made: Answer) -> None:
         more = (
             "  "
             + ", ".join(f"{kind} {_gib(b * problem.facts.num_layers)}" for kind, b in chosen.sizes.layer.items() if b)
-            if (key == "activations" and chosen.plan.recompute == "none")
+            if (key == "activations" and chosen.plan.recompute == chosen.plan.offload == "none")
             else ""
         )
         log.line(f"  {_SHOWN.get(key, key):22}{_gib(size):>8}{more}")
@@ -141,6 +141,33 @@ def _show(made: Answer) -> None:
         if size:
             log.line(f"  {what:22}{_gib(size):>8}")
     log.line()
+    if machine.kind == "cuda":
+        _show_speed(made)
+    else:
+        log.say("step", f"{made.tokens_per_step:,} tokens; the speed of a CPU is not planned")
+    for decision in made.decisions:
+        if decision.key in _PLANNED:
+            log.say("chosen", f"{decision.key} = {decision.value}: {decision.reason}")
+    if planned.fits:
+        for words in planned.nearest() if machine.kind == "cuda" else ():
+            log.say("or", words)
+        return
+    log.say(
+        "too much",
+        f"{_gib(chosen.total - problem.memory_bytes)} GiB more than there is, with the least that can be chosen",
+    )
+    for words in made.changes or (
+        "nothing that this version can change alone would fit: a smaller model, or more GPUs",
+    ):
+        log.say("do", words)
+
+
+def _show_speed(made: Answer) -> None:
+    """A step by kind of work, and the run."""
+    from rft.training.headline import count
+    from rft.training.live import duration
+
+    chosen, config = made.planned.chosen, made.config
     log.line("a step, ms of a rank")
     for key, seconds in chosen.times.parts.items():
         if seconds >= 5e-5:
@@ -157,21 +184,6 @@ def _show(made: Answer) -> None:
         exact = "" if config.train.max_steps is not None else "about "
         tokens = made.steps * made.tokens_per_step
         log.say("run", f"{exact}{made.steps:,} steps, {count(tokens)} tokens, {duration(made.steps * chosen.seconds)}")
-    for decision in made.decisions:
-        if decision.key in _PLANNED:
-            log.say("chosen", f"{decision.key} = {decision.value}: {decision.reason}")
-    if planned.fits:
-        for words in planned.nearest():
-            log.say("or", words)
-        return
-    log.say(
-        "too much",
-        f"{_gib(chosen.total - problem.memory_bytes)} GiB more than there is, with the least that can be chosen",
-    )
-    for words in made.changes or (
-        "nothing that this version can change alone would fit: a smaller model, or more GPUs",
-    ):
-        log.say("do", words)
 
 
 _PLANNED = (

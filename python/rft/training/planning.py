@@ -74,8 +74,8 @@ class Answer:
             "step": {
                 "tokens": self.tokens_per_step, "seconds": chosen.seconds, "parts": chosen.times.parts, "launch": chosen.times.launch,
                 "bound_by": chosen.times.bound_by, "flops": self.step_flops(), "tokens_per_second": self.tokens_per_second,
-            },
-            "run": {"tokens": self.tokens, "steps": self.steps, "seconds": None if self.steps is None else self.steps * chosen.seconds},
+            } if self.machine.kind == "cuda" else {"tokens": self.tokens_per_step, "flops": self.step_flops()},
+            "run": {"tokens": self.tokens, "steps": self.steps, "seconds": None if self.steps is None or self.machine.kind == "cpu" else self.steps * chosen.seconds},
             "plan": vars(chosen.plan),
             "reasons": {d.key: {"value": _plain(d.value), "reason": d.reason} for d in self.decisions},
             "alternatives": self.planned.nearest(),
