@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 NEEDS = "a CUDA GPU of 80 GiB or more; liger-kernel and unsloth as peers"
 SEQ_LEN = 8192
 WARM_UP, STEPS = 3, 8
@@ -71,7 +71,9 @@ def _cases() -> Iterator[Case]:
 
 
 CASES = {c.name: c for c in _cases()}
-SYSTEMS = ("rft", "unsloth", "liger")
+SYSTEMS = ("rft", "unsloth", "liger", "transformers", "transformers-compiled")
+USUAL = ("rft", "unsloth", "liger")
+"""Systems of a run without --systems: the two that are nearest. The others are slower, and a compilation takes a minute or more."""
 ORDER = (
     "train/llama-8b/lora-bf16/doc-8192", "train/llama-8b/lora-fp8/doc-8192", "train/llama-1b/full-bf16/doc-8192",
     "train/llama-8b/lora-bf16/packed-400", "train/llama-8b/lora-fp8/packed-400", "train/llama-8b/lora-bf16/doc-8192-default-settings",
@@ -292,13 +294,23 @@ def packed(lengths: list[int], packs: int, vocabulary: int) -> Any:
 
 def build_liger(setting: Setting) -> tuple[Step, dict[str, Any]]:
     """transformers + Liger's kernels (+ PEFT), torch's fused AdamW."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
     if not setting.tiny:
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
         apply_liger_kernel_to_llama()
+    return build_transformers(setting)
+
+
+def build_compiled(setting: Setting) -> tuple[Step, dict[str, Any]]:
+    """transformers (+ PEFT), each decoder layer under torch.compile."""
+    return build_transformers(setting, compiled=not setting.tiny)
+
+
+def build_transformers(setting: Setting, *, compiled: bool = False) -> tuple[Step, dict[str, Any]]:
+    """transformers (+ PEFT) as they are, torch's fused AdamW."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
     case, device = setting.case, torch.device(setting.device)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
@@ -315,6 +327,10 @@ def build_liger(setting: Setting) -> tuple[Step, dict[str, Any]]:
         if case.adapter == "lora":
             model.enable_input_require_grads()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if compiled:
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        for layer in base.model.layers:
+            layer.compile()
     return peer_step(setting, model, device), {"recompute": "full" if case.defaults else "none"}
 
 
@@ -385,7 +401,10 @@ def peer_step(setting: Setting, model: Any, device: Any) -> Step:
     return step
 
 
-BUILDERS = {"rft": build_rft, "liger": build_liger, "unsloth": build_unsloth}
+BUILDERS = {
+    "rft": build_rft, "liger": build_liger, "unsloth": build_unsloth, "transformers": build_transformers,
+    "transformers-compiled": build_compiled,
+}  # fmt: skip
 
 # ---- a child measures one system
 
@@ -530,12 +549,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, help="append result lines here")
     parser.add_argument("--cases", nargs="*", help="whole names, or ends of them: lora-bf16/doc-8192")
-    parser.add_argument("--systems", nargs="*", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--systems", nargs="*", choices=SYSTEMS, default=list(USUAL))
     parser.add_argument("--attention", default="auto", help="force rft's attention")
     parser.add_argument("--profile", action="store_true", help="milliseconds by kind of kernel, of rft and the peers")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes on the CPU: does every line run")
     parser.add_argument("--seconds", type=float, default=3600, help="limit for all of it")
     parser.add_argument("--part-seconds", type=float, default=150, help="limit for one case of one system")
+    parser.add_argument(
+        "--page", action="store_true", help="rewrite the section of docs/performance.md from stored results"
+    )
     parser.add_argument("--verbose", action="store_true", help="show what the processes print")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
@@ -544,6 +566,10 @@ def main() -> int:
         setting = Setting(CASES[args.child[0]], args.tiny, args.attention)
         args.answer.write_text(json.dumps(measure(setting, args.child[1], args.profile)))
         return 0
+    if args.page:
+        from _step_page import write_page
+
+        return write_page()
     import torch  # so that the result lines name the GPU  # noqa: F401
 
     from results import Results

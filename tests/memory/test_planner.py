@@ -13,7 +13,7 @@ from rft.memory.plan import MemoryPlan, config_with
 from rft.memory.planner import GIB, Given, Planned, Problem
 from rft.memory.sizes import layer_bytes, sizes
 from rft.memory.speed import Machinery, seconds
-from rft.models.describe import Facts
+from rft.models.facts import Facts
 from rft.training.machine import Machine
 from rft.training.resolve import memory_problem, planned_for, resolve, resolve_precision
 
@@ -187,9 +187,9 @@ def test_auto_is_decided_on_a_gpu_with_the_bytes_as_its_reason():
     assert "GiB" in reasons["train.micro_batch"]
     assert "GiB" in reasons["memory.recompute"]
     made, _ = decide(config(data={"seq_len": 8192}), SMALL_GPU, LLAMA_8B)
-    assert made.memory.recompute == "full"
+    assert made.memory.recompute == "selective"
     limited, _ = decide(config(data={"seq_len": 8192}, memory={"limit": 24.0}), H200, LLAMA_8B)
-    assert limited.memory.recompute == "full"
+    assert limited.memory.recompute == "selective"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from rft.config.root import Config
 from rft.errors import ConfigError
-from rft.models.describe import Facts
+from rft.models.facts import Facts
 from rft.training.machine import Machine
 from rft.training.resolve import (
     plan_packs_per_step,

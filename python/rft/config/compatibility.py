@@ -231,6 +231,14 @@ RULES: tuple[Rule, ...] = (
         {"optim": {"in_backward": True}, "train": {"accumulate": 2, "max_grad_norm": "none"}},
     ),
     Rule(
+        "update in backward, and steps made again",
+        ("optim.in_backward", "train.on_oom"),
+        lambda c: c.optim.in_backward and c.train.on_oom == "replan",
+        "has changed some weights when a backward runs out of memory, so the step cannot be made again",
+        "leave out one of them",
+        {"optim": {"in_backward": True}, "train": {"on_oom": "replan", "max_grad_norm": "none"}},
+    ),
+    Rule(
         "LoRA+ without LoRA",
         ("optim.lora_plus_ratio", "adapter.name"),
         lambda c: c.optim.lora_plus_ratio is not None and c.adapter.name == "none",

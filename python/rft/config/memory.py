@@ -14,8 +14,8 @@ class MemoryConfig(Table):
 
     recompute: Literal["auto", "none", "selective", "full"] | PositiveInt = "auto"
     """Decoder layers that are computed again in the backward pass: `none`, `full` (all), a number n (every n-th), or `selective` (all, but the output of their attention is kept). `auto`: the fewest with which the run fits."""
-    offload: Literal["none", "cpu", "disk"] = "none"
-    """Where what layers keep for the backward pass lies until then: on the GPU, in host memory, or there and, beyond `offload_host`, in a file in `offload_dir`. With recompute: what the recomputed layers keep; without: every saved tensor from 1 MiB on."""
+    offload: Literal["auto", "none", "cpu", "disk"] = "none"
+    """Where what layers keep for the backward pass lies until then: on the GPU, in host memory, or there and, beyond `offload_host`, in a file in `offload_dir`. With recompute: what the recomputed layers keep; without: every saved tensor from 1 MiB on. `auto`: wherever the run fits soonest."""
     offload_host: PositiveFloat | None = None
     """GiB of host memory that `offload` may use on each rank. Default: 0.8 of what is free at the start, over the ranks of this machine."""
     offload_keep: NonNegativeFloat = 0.0

@@ -18,6 +18,9 @@ from pydantic import (
 
 from rft.config.table import Table
 
+DEFAULT_WARMUP_RATIO = 0.03
+"""Of the steps, where neither `warmup_steps` nor `warmup_ratio` is given."""
+
 
 class _Schedule(Table):
     warmup_steps: NonNegativeInt | None = None

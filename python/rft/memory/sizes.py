@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rft.memory.plan import MemoryPlan, Recompute
-from rft.models.describe import Facts
+from rft.models.facts import Facts
 
 GIB = 2**30
 BaseWeights = Literal["bf16", "fp8", "nf4", "int8"]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class Machine:
 
 def inspect_machine(device: torch.device, world_size: int) -> Machine:
     """Facts of the device that this process trains on."""
+    import torch
+
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return Machine(
@@ -67,17 +70,23 @@ def usable_cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
 
 def limit_threads() -> None:
     """No more threads than cores: torch counts the machine's, and threads without a core of their own spin and wait."""
+    import torch
+
     if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > (cores := usable_cores()):
         torch.set_num_threads(cores)
 
 
 def cpu_has_bf16() -> bool:
     """Whether the CPU multiplies bf16 matrices itself (AVX-512 BF16 or AMX)."""
+    import torch
+
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def cpu_features() -> str:
     """The widest arithmetic that matters here."""
+    import torch
+
     if torch.cpu._is_amx_tile_supported():
         return "AMX BF16"
     if torch.cpu._is_avx512_bf16_supported():

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rft.config.adapter import LoraConfig
+from rft.config.optim import DEFAULT_WARMUP_RATIO
 from rft.config.root import Config
 from rft.errors import ConfigError
 from rft.memory import planner
@@ -15,9 +16,8 @@ from rft.memory.devices import find_gpu, rates_of
 from rft.memory.plan import MemoryPlan
 from rft.memory.sizes import GIB, Problem, state_bytes
 from rft.memory.speed import Machinery
-from rft.models.describe import Facts
+from rft.models.facts import Facts
 from rft.models.rope import asked
-from rft.optim.schedule import DEFAULT_WARMUP_RATIO
 from rft.training.decision import Decision
 from rft.training.machine import Machine
 
@@ -264,6 +264,13 @@ def _check_optim(deciding: _Deciding, config: Config, machine: Machine) -> None:
             wanted="one process",
             do="leave out optim.in_backward",
         )
+    if config.train.on_oom == "replan" and machine.world_size > 1:
+        raise ConfigError(
+            'train.on_oom = "replan"',
+            f"one of {machine.world_size} processes that makes its step again would leave the others waiting in theirs",
+            wanted="one process",
+            do="leave out train.on_oom; `rft plan` says what fits",
+        )
     mode = deciding.changes.get("parallel", {}).get("data", config.parallel.data)
     if config.memory.offload_states != "none" and mode == "shard" and machine.world_size > 1:
         raise ConfigError(
@@ -366,6 +373,8 @@ def memory_problem(
         for key in ("recompute", "offload", "tiled_mlp", "offload_states")
         if key in type(memory).model_fields
     }
+    if facts.is_moe and chosen.get("tiled_mlp") is None:
+        chosen["tiled_mlp"] = 1  # experts are no MLP whose rows are independent
     in_backward = bool(getattr(config.optim, "in_backward", False))
     question = planner.Given(
         micro_batch=given,

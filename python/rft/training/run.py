@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rft.data.prepare import Prepared
     from rft.models.source import ModelSource
     from rft.models.tokenizer import TokenizerFiles
+    from rft.training.replan import Replanner
     from rft.training.signals import Signals
     from rft.training.state import TrainState
 
@@ -59,6 +60,8 @@ class Run:
     flops: FlopCounter | None = None
     device_name: str = ""
     receipts: dict[str, Any] = field(default_factory=dict)
+    replanner: Replanner | None = None
+    """What a step that runs out of memory does next."""
     saved_step: int | None = None
     """Step of the newest checkpoint, if it holds all there is to know of that step."""
     saved_path: Path | None = None

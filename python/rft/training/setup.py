@@ -18,22 +18,17 @@ from rft.adapters.lora import initialise, inject, train_everything
 from rft.checkpoint.load import Checkpoint
 from rft.config.adapter import LoraConfig
 from rft.config.root import Config
-from rft.data.folder import default_root
 from rft.data.loader import Loader
 from rft.data.prepare import Prepared, prepare
 from rft.errors import ConfigError, Refused
 from rft.losses import SftLoss
-from rft.memory.disk import DiskFile
-from rft.memory.host_pool import HostPool
-from rft.memory.offload import Offloader
 from rft.memory.planner import Planned
-from rft.memory.recompute import apply_recompute
 from rft.memory.recompute import why_not as why_no_recompute
-from rft.memory.tiled_mlp import apply_tiled_mlp
-from rft.models.attention import NAME, choose_backend, install_attention, why_not_kept
+from rft.models.attention import choose_backend, install_attention
 from rft.models.aux_loss import RouterLoss
 from rft.models.backbone import Backbone, decoder_layers
-from rft.models.describe import Facts, describe
+from rft.models.describe import describe
+from rft.models.facts import Facts
 from rft.models.head import KERNEL_ALLOWED, Head, auto_chunk_rows, compare_kernel
 from rft.models.load import build_meta, find_model, materialise
 from rft.models.probe import Probed, probe_architecture, require_packing
@@ -49,12 +44,14 @@ from rft.parallel.fsdp import local_part
 from rft.parallel.mesh import World
 from rft.training.decision import Decision
 from rft.training.flops import count_flops
-from rft.training.machine import Machine, free_host_bytes, inspect_machine, limit_threads
+from rft.training.known import Known
+from rft.training.machine import Machine, inspect_machine, limit_threads
+from rft.training.memory_modes import offload_folder, save_memory
+from rft.training.replan import Replanner
 from rft.training.resolve import (
     plan_packs_per_step,
     plan_total_steps,
     planned_for,
-    resolve,
     resolve_for_data,
     resolve_precision,
     resolve_rope,
@@ -67,8 +64,6 @@ from rft.training.state import TrainState, resume_state
 from rft.training.trackers import check_trackers
 from rft.training.trainee import Trainee
 
-HOST_SHARE = 0.8
-"""Of the host memory that is free at the start: what offloading may take where the config does not say."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -87,6 +82,7 @@ class Job:
     """Trained parameters that this architecture computes with in fp32 in any case."""
     facts: Facts
     probed: Probed
+    known: Known
     receipts: Receipts = field(default_factory=Receipts)
     decisions: list[Decision] = field(default_factory=list)
     prepared: Prepared | None = None
@@ -164,17 +160,16 @@ def inspect_job(config: Config, world: World, *, kernels: bool | None = None) ->
         world.device.type, facts.vocab_size, kernels=not no_kernels, head_trained=head_trained, itemsize=itemsize
     )
     can_recompute = not why_no_recompute(list(decoder_layers(model)))
-    config, more = resolve(
-        config,
-        facts,
-        machine,
+    known = Known(
+        facts=facts,
+        machine=machine,
         attention=choose_backend(config.model.attention, world.device, compute_dtype, probed.needs),
         chunk_rows=rows,
-        store=str(default_root()),
         kernels=not no_kernels,
         isolates=probed.isolates,
         can_recompute=can_recompute,
     )
+    config, more = known.resolve(config)
     planned = None
     if machine.kind == "cuda":
         planned = planned_for(
@@ -198,15 +193,8 @@ def inspect_job(config: Config, world: World, *, kernels: bool | None = None) ->
         decisions=[*decisions, *more],
         kernels=not no_kernels,
         planned=planned,
+        known=known,
     )
-
-
-def resolve_without_weights(config: Config) -> tuple[Config, list[Decision]]:
-    """The config as a run on this machine would have it, and why; reads neither weights nor data."""
-    from rft.parallel.mesh import join_world
-
-    job = inspect_job(config, join_world())
-    return job.config, job.decisions
 
 
 def add_data(job: Job, rows: Iterable[dict[str, Any]] | None) -> None:
@@ -263,6 +251,7 @@ def build_run(job: Job, run_dir: Path, checkpoint: Checkpoint | None) -> Run:
         flops=count_flops(trainee.model, job.facts),
         device_name=job.machine.device_name,
         receipts=job.receipts.to_json(),
+        replanner=Replanner(job, run_dir),
     )
     seed_everything(
         config.train.seed + job.world.rank
@@ -318,54 +307,6 @@ def build_trainee(job: Job, run_dir: Path | None = None) -> Trainee:
     return trainee.train()
 
 
-def save_memory(job: Job, trainee: Trainee, layers: list[torch.nn.Module], run_dir: Path | None) -> None:
-    """Recompute, offload and tiled MLPs as the config says, with receipts."""
-    memory, receipts = job.config.memory, job.receipts
-    assert memory.recompute != "auto", "resolve() decides memory.recompute"
-    assert memory.tiled_mlp != "auto", "resolve() decides memory.tiled_mlp"
-    if memory.tiled_mlp > 1:
-        receipts.ask("tiled mlp")
-        tiled, left = apply_tiled_mlp(layers, memory.tiled_mlp)
-        if not tiled:
-            raise Refused(f"memory.tiled_mlp = {memory.tiled_mlp}", next(iter(left)), do="leave out memory.tiled_mlp")
-        receipts.apply("tiled mlp", tiled, len(layers), f"{memory.tiled_mlp} pieces of the sequence, gradients once")
-        for why, count in left.items():
-            receipts.decline("tiled mlp", count, why)
-    offloader = None
-    if memory.offload != "none":
-        offloader = build_offloader(job, len(layers), offload_folder(job.config, run_dir))
-        # a plain attribute: no submodule, so no parameter changes its name
-        object.__setattr__(trainee, "offloader", offloader)
-        receipts.apply(f"offload to {memory.offload}", len(layers), len(layers), offloader.describe())
-    again = apply_recompute(layers, memory.recompute, offloader)
-    if not again:
-        return
-    receipts.apply("recompute", again, len(layers), "layers keep their input and are computed again")
-    if memory.recompute == "selective":
-        receipts.ask("attention kept")
-        no_registry = None if job.probed.attention == NAME else "this model does not take its attention from a registry"
-        not_kept = no_registry or why_not_kept(job.config.model.attention, job.probed.needs.dropout)
-        if not_kept:
-            receipts.decline("attention kept", len(layers), not_kept)
-        else:
-            receipts.apply("attention kept", again, len(layers), "output and log-sum-exp; q, k and v are made again")
-
-
-def build_offloader(job: Job, num_layers: int, folder: Path) -> Offloader:
-    """Where layers' kept tensors go, with its share of host memory."""
-    memory, world = job.config.memory, job.world
-    assert memory.offload != "none"
-    if memory.offload_host is not None:
-        limit = int(memory.offload_host * 2**30)
-    else:
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", world.world_size))
-        limit = int(HOST_SHARE * free_host_bytes() / here)
-    disk = DiskFile(folder) if memory.offload == "disk" else None
-    pool = HostPool(limit, pinned=world.device.type == "cuda", disk=disk)
-    keep = int(memory.offload_keep * 2**30)
-    return Offloader(memory.offload, world.device, pool, num_layers, device_bytes=keep)
-
-
 def quantise_to_fp8(job: Job, layers: list[torch.nn.Module]) -> None:
     """Frozen linears of the decoder layers in FP8, once their weights are there."""
     from rft.models.decoder_layer import readers_of_one_input
@@ -383,7 +324,7 @@ def quantise_to_fp8(job: Job, layers: list[torch.nn.Module]) -> None:
 
         handed, readers = count_handed_rows(layers)
         if handed:
-            how = "inputs quantised by the norm before, those of down by the gated activation"
+            how = "inputs of q, k, v and of gate, up quantised by the norm before"
             job.receipts.apply("fp8 inputs", handed, readers, how)
         if handed < readers:
             why = "their layer is not served by `add and norm`: a pass of their own quantises them"
@@ -465,12 +406,6 @@ def added_once(job: Job, trainee: Trainee, packs_per_step: int | None) -> frozen
     model: Any = trainee.model
     uses.update(id(p) for p in model.get_output_embeddings().parameters())
     return frozenset(name for name, p in trainee.named_parameters() if p.requires_grad and uses[id(p)] == 1)
-
-
-def offload_folder(config: Config, run_dir: Path | None = None) -> Path:
-    """Where what goes to disk lies."""
-    assert config.train.out is not None, "load_config() fills in train.out"
-    return Path(config.memory.offload_dir or (run_dir or Path(config.train.out)) / "offload")
 
 
 def tell_optimizer(job: Job, optimizer: Optimizer) -> None:
