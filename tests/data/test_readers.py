@@ -302,6 +302,19 @@ def test_a_row_whose_column_is_null_is_a_row_without_the_field(tmp_path, files):
     assert (counts["read"], counts["kept"], counts["dropped"]) == (3, 2, {"bad row": 1})
 
 
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_preference_pairs_behind_ordinary_rows_are_bad_rows(tmp_path, files, kind):
+    none = {"chosen": None, "rejected": None}
+    rows = [{**chat("a", "b"), **none}, {**chat("c", "d"), **none}, {**chat("e", "f"), "chosen": "x", "rejected": "y"}]
+    path = tmp_path / f"a.{kind}"
+    write_parquet(path, rows) if kind == "parquet" else write_rows(path, rows)
+    with pytest.raises(DataError, match="preference pairs") as raised:
+        run(tmp_path, path, files)
+    assert raised.value.where.endswith(f"a.{kind}:3")
+    counts = run(tmp_path, path, files, on_error="skip").report["train"]
+    assert (counts["kept"], counts["dropped"]) == (2, {"bad row": 1})
+
+
 # ---- bugs.md
 
 

@@ -145,8 +145,8 @@ struct Made {
     weights: Vec<f32>,
 }
 
-/// Memory of blocks that are done, for those to come. Given back to the system, it would be asked for again page by page,
-/// which took a tenth of the time of two threads.
+/// Memory of blocks that are done, for those to come. Given back to the system, it would be asked for again page by page:
+/// zeroing these was 3.5 % of the CPU time of two threads.
 #[derive(Default)]
 struct Spare(Mutex<(Vec<Block>, Vec<Made>)>);
 

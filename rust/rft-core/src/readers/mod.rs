@@ -365,10 +365,15 @@ fn choose_columns(source: &Source, names: &[String]) -> Result<Columns> {
         }
     };
     let formats: Vec<Format> = format.into_iter().filter(|format| format.has_columns(source, names)).collect();
-    Ok(match formats.is_empty() {
-        false => Columns::of(&formats, source, false),
-        true => Columns { all: true, ..Columns::possible(source) },
-    })
+    if formats.is_empty() {
+        return Ok(Columns { all: true, ..Columns::possible(source) });
+    }
+    let mut columns = Columns::of(&formats, source, false);
+    if source.format == FormatChoice::Auto && source.fields.is_empty() {
+        // Where the first rows leave them empty, later ones may still be preference pairs.
+        columns.names.extend(["chosen", "rejected"].map(String::from));
+    }
+    Ok(columns)
 }
 
 /// The first rows that can be read, of the given columns.
