@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -44,13 +44,13 @@ class Loader:
         world_size: int = 1,
         micro_batch: int = 1,
         device: torch.device | str = "cpu",
-        shuffle: bool = True,
+        shuffle: bool | Literal["window"] = True,
         balance: bool = True,
         name: str = "train",
     ):
         """seq_len: tokens of a pack. packing: stream, bfd, even, sequential or none. overlong: split, truncate, drop or error.
 
-        micro_batch: packs of a `Batch`. balance: the packs of a step are dealt to the ranks by their cost. name: for messages.
+        micro_batch: packs of a `Batch`. shuffle: over the whole set, within windows of it, or not at all. balance: the packs of a step are dealt to the ranks by their cost. name: for messages.
         """
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} of {world_size}")
@@ -77,23 +77,48 @@ class Loader:
 
         try:
             return _native.Plan(
-                self.store, self.seq_len, self.packing, self.overlong, self.seed, epoch, shuffle=self.shuffle
+                self.store,
+                self.seq_len,
+                self.packing,
+                self.overlong,
+                self.seed,
+                epoch,
+                shuffle=bool(self.shuffle),
+                windows=self.shuffle == "window",
             )
         except _native.NativeError as error:
             where = error.where or f"data ({self.name})"
             raise DataError(shown_path(where), error.problem, wanted=error.wanted, do=error.do) from None
+
+    def plan_hash(self, epoch: int) -> str:
+        """Of the packs of an epoch and their order."""
+        return self.plan(epoch).hash
+
+    def share_done(self, epoch: int, steps: int, packs_per_step: int) -> float:
+        """The share of an epoch that its first steps are."""
+        return steps / self.steps_in_epoch(epoch, packs_per_step)
+
+    def cursor(self, packs: int) -> dict[str, Any] | None:
+        """What it takes to go on behind so many packs, beside their number: nothing, where the whole plan is known."""
+        return None
 
     def steps_in_epoch(self, epoch: int, packs_per_step: int) -> int:
         """Optimizer steps of an epoch, the short last one included."""
         return -(-self.plan(epoch).num_packs // packs_per_step)
 
     def steps(
-        self, epoch: int, packs_per_step: int, start_step: int = 0, *, first_pack: int = 0
+        self,
+        epoch: int,
+        packs_per_step: int,
+        start_step: int = 0,
+        *,
+        first_pack: int = 0,
+        cursor: dict[str, Any] | None = None,
     ) -> Iterator[list[Batch]]:
         """This rank's micro-batches of every step from `start_step` on, on the device.
 
         packs_per_step: of all ranks, a multiple of micro_batch * world_size. first_pack: where step 0 begins; behind the packs
-        that were read before packs_per_step changed.
+        that were read before packs_per_step changed. cursor: of a position, as `cursor()` gave it.
         """
         from rft import _native
 
@@ -116,25 +141,10 @@ class Loader:
             balance=self.balance,
         )
         self._streams.add(stream)
-        owner = os.getpid()
         try:
-            ring = _Ring(stream, capacity, self.device, weights=self.store.has_weights)
-            micro_batches: list[Batch] = []
-            while True:
-                if os.getpid() != owner:
-                    raise RuntimeError("a loader's iterator was taken over a fork, where its thread does not exist")
-                filled = ring.take()
-                if filled is None:
-                    break
-                micro_batches.append(filled[0])
-                if filled[1]:
-                    yield micro_batches
-                    micro_batches = []
-            assert not micro_batches, "the stream ended inside a step"
+            yield from read_steps(Ring(stream, capacity, self.device, weights=self.store.has_weights))
         finally:
             self._streams.discard(stream)
-            if os.getpid() == owner:
-                stream.close()
 
     def _capacity(self, plan: Plan) -> int:
         if self.packing != "none":
@@ -147,6 +157,27 @@ class Loader:
         for stream in list(self._streams):
             stream.close()
         self._streams.clear()
+
+
+def read_steps(ring: Ring) -> Iterator[list[Batch]]:
+    """Micro-batches, a step at a time; the stream below them is closed at the end."""
+    owner = os.getpid()
+    try:
+        micro_batches: list[Batch] = []
+        while True:
+            if os.getpid() != owner:
+                raise RuntimeError("a loader's iterator was taken over a fork, where its thread does not exist")
+            filled = ring.take()
+            if filled is None:
+                break
+            micro_batches.append(filled[0])
+            if filled[1]:
+                yield micro_batches
+                micro_batches = []
+        assert not micro_batches, "the stream ended inside a step"
+    finally:
+        if os.getpid() == owner:
+            ring.stream.close()
 
 
 class _Slot:
@@ -168,12 +199,22 @@ class _Slot:
         return ids, labels, positions, self.cu_seqlens.data_ptr(), weights
 
 
-class _Ring:
+def _do_not_wait() -> None:
+    """The extension waits by itself."""
+
+
+class Ring:
     """Slots that go round. On a GPU: filled by the stream's thread, copied, handed back once the copy is done. On the CPU a
     batch keeps its buffers, and the slot gets new ones: nothing is copied."""
 
-    def __init__(self, stream: Any, capacity: int, device: torch.device, *, weights: bool):
+    def __init__(
+        self, stream: Any, capacity: int, device: torch.device, *, weights: bool, only_where_needed: bool = False
+    ):
+        """weights: slots have room for them. only_where_needed: batches in which all are 1 come without."""
         self.stream, self.device, self.capacity, self.weights = stream, device, capacity, weights
+        self.only_where_needed = only_where_needed
+        self.wait: Callable[[], None] = _do_not_wait
+        """Called before each micro-batch is taken."""
         self.copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         if self.copies is None:
             # glibc gives memory back whenever 128 KiB are free at the end of its heap, unless a larger block was freed once;
@@ -193,6 +234,7 @@ class _Ring:
         from rft import _native
 
         self._hand_back()
+        self.wait()
         try:
             filled = self.stream.take()
         except _native.NativeError as error:
@@ -225,7 +267,9 @@ class _Ring:
 
     def _batch(self, slot: _Slot, filled: dict[str, Any]) -> Batch:
         tokens = filled["tokens"]
-        parts = [slot.ids, slot.labels, slot.positions, *([] if slot.weights is None else [slot.weights])]
+        parts = [slot.ids, slot.labels, slot.positions]
+        if slot.weights is not None and (filled["weighted"] or not self.only_where_needed):
+            parts.append(slot.weights)
         if tokens != self.capacity:  # rows of their own length
             parts = [part[:, :tokens] for part in parts]
         parts.append(slot.cu_seqlens[: filled["documents"] + 1])

@@ -8,6 +8,7 @@ from rft.training.recorder import Recorder
 from rft.training.result import Result
 from rft.training.resume import mark_finished
 from rft.training.run import Run
+from rft.training.rundir import write_stream_counts
 from rft.training.state import load_weights
 
 
@@ -23,6 +24,7 @@ def finish(run: Run, recorder: Recorder) -> Result:
     write_final(run)
     result = summarise(run, recorder, final_step)
     if run.is_main:
+        write_stream_counts(run)
         mark_finished(run.run_dir, result.to_json())
         tell(run, result)
     return result
