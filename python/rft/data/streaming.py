@@ -22,7 +22,9 @@ from rft.errors import DataError, RftError
 if TYPE_CHECKING:
     import torch
 
+    from rft._native import Feed
     from rft.data.batch import Batch
+    from rft.data.loader import Ring
     from rft.data.template import Renderer
 
 AHEAD = 4
@@ -31,6 +33,7 @@ FIRST_WAIT = 1.0
 """Seconds before a source that fails is tried again; twice as long before each of the four further attempts."""
 _TOLD_AFTER = 5.0
 """Seconds after which it is said that training waits for data."""
+_TOLD_AGAIN = 60.0
 _ROUND_TO = 64
 FOLDER = "streams"
 """Of the windows, in the folder of prepared sets."""
@@ -94,6 +97,8 @@ class StreamLoader:
         self._stream: Any = None
         self._lock: int | None = None
         self._begun = 0
+        self._waited = self._told = 0.0
+        """Seconds that the next step has been waited for, and when that was last said."""
 
     def plan_hash(self, epoch: int) -> str:
         """Of what decides the packs of an epoch. Of the files' content only their sizes count: they are not read for it."""
@@ -125,7 +130,7 @@ class StreamLoader:
         first_pack: int = 0,
         cursor: dict[str, Any] | None = None,
     ) -> Iterator[list[Batch]]:
-        """This rank's micro-batches of every step from `start_step` on, on the device; waits for those not made yet.
+        """Starts, and gives this rank's micro-batches of every step from `start_step` on, on the device; waits for those not made yet.
 
         Without the cursor of a position everything before it is made again. Raises DataError for what the rows or the
         sources are, once every whole step before it was given.
@@ -133,7 +138,7 @@ class StreamLoader:
         import torch
 
         from rft import _native
-        from rft.data.loader import Ring, read_steps
+        from rft.data.loader import Ring
 
         if packs_per_step % (self.micro_batch * self.world_size):
             raise ValueError(
@@ -172,18 +177,42 @@ class StreamLoader:
                 balance=self.balance,
             )
         ring = Ring(self._stream, capacity, torch.device(self.device), weights=True, only_where_needed=True)
-        ring.wait = self._tell_waiting
+        ring.wait = self._wait
+        return self._read(ring, feed, packs_per_step, start_step, first_pack)
+
+    def _read(
+        self, ring: Ring, feed: Feed, packs_per_step: int, start_step: int, first_pack: int
+    ) -> Iterator[list[Batch]]:
+        from rft.data.loader import read_steps
+
         step = start_step
         for micro_batches in read_steps(ring):
             yield micro_batches
             step += 1
-            feed.done(first_pack + step * packs_per_step)
+            with told():
+                feed.done(first_pack + step * packs_per_step)
         if step == start_step == 0 and first_pack == 0:
             raise DataError(
                 f"data ({self.name})",
                 f"no token to train on is left at seq_len {self.seq_len}",
                 do='raise data.seq_len, or set data.overlong = "split"',
             )
+
+    def ready(self, seconds: float) -> bool:
+        """Whether the next step is there (or what there is in its place); waits for it, no longer than this, and says so."""
+        if self._stream is None or self._stream.wait(seconds):
+            self._waited = self._told = 0.0
+            return True
+        self._waited += seconds
+        due = _TOLD_AFTER if self._told == 0 else self._told + _TOLD_AGAIN
+        if self._producer is not None and self._waited >= due:
+            self._told = self._waited
+            log.say("data", f"training waits for the next window: {self._state_of_work()}")
+        return False
+
+    def _wait(self) -> None:
+        while not self.ready(1.0):
+            pass
 
     def _begin(self, epoch: int, cursor: str | None) -> Path:
         """The folder of the epoch's windows, in which the first process of the machine now makes them."""
@@ -208,13 +237,6 @@ class StreamLoader:
         while not windows.is_dir():  # the first process is a few lines behind; where it fails, the launcher ends all
             time.sleep(0.02)
         return windows
-
-    def _tell_waiting(self) -> None:
-        waited = 0.0
-        while not self._stream.wait(_TOLD_AFTER):
-            waited += _TOLD_AFTER
-            if self._producer is not None and (waited == _TOLD_AFTER or waited % 60 < _TOLD_AFTER):
-                log.say("data", f"training waits for the next window: {self._state_of_work()}")
 
     def _state_of_work(self) -> str:
         status = self._producer.status()

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from rft import log
 from rft.data.batch import Batch
+from rft.data.streaming import StreamLoader
 from rft.errors import DataError, RftError, Stopped
 from rft.parallel.collectives import sum_over_ranks
 from rft.training.evaluate import Interrupted, evaluate
@@ -60,9 +61,12 @@ def steps_left(run: Run, recorder: Recorder) -> Iterator[list[Batch]]:
 
 
 def next_step(run: Run, recorder: Recorder, steps: Iterator[list[Batch]]) -> list[Batch] | None:
-    """Micro-batches of the next step. Where a stream fails, on whichever rank, the state is saved before that is raised."""
-    if not run.config.data.streaming:
+    """Micro-batches of the next step. Ranks wait for a stream together; where it fails on one of them, the state is saved
+    before that is raised."""
+    if not isinstance(run.loader, StreamLoader):
         return next(steps, None)
+    while sum_over_ranks({"waiting": float(not run.loader.ready(1.0))}, run.data_group)["waiting"]:
+        stop_if_asked(run, recorder)
     failure: RftError | None = None
     micro_batches = None
     try:

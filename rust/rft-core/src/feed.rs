@@ -346,7 +346,9 @@ impl Producer {
         if spec.dedup {
             return Err(Error::new(Kind::Argument, "stream", "duplicates cannot be dropped from a stream"));
         }
-        let (stop, status) = (Arc::new(AtomicBool::new(false)), Arc::new(Mutex::new(Status::default())));
+        let total = spec.sources.iter().map(readers::size).sum();
+        let status = Arc::new(Mutex::new(Status { bytes: (0, total), ..Status::default() }));
+        let stop = Arc::new(AtomicBool::new(false));
         let worker = Worker { stop: stop.clone(), status: status.clone(), spec, options };
         let thread = std::thread::Builder::new()
             .name("rft-feed".into())

@@ -146,3 +146,10 @@ impl Producer {
         py.detach(|| self.0.stop());
     }
 }
+
+impl Drop for Producer {
+    fn drop(&mut self) {
+        // Its threads may wait for the interpreter in order to end.
+        Python::attach(|py| py.detach(|| self.0.stop()));
+    }
+}
