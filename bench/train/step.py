@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,11 +154,12 @@ def build_rft(setting: Setting) -> tuple[Step, dict[str, Any]]:
     from rft.memory.recompute import apply_recompute
     from rft.models.attention import Needs, choose_backend, install_attention, register
     from rft.models.backbone import Backbone, decoder_layers
+    from rft.models.decoder_layer import readers_of_one_input
     from rft.models.describe import describe
     from rft.models.head import Head, auto_chunk_rows
     from rft.models.receipts import Receipts
     from rft.models.surgery import apply_swaps
-    from rft.optim import BUILDERS, clip_grad_norm
+    from rft.optim import BUILDERS, clip_factor, grad_norm
     from rft.quant.fp8 import quantise_base
     from rft.training.trainee import Trainee
 
@@ -188,19 +189,22 @@ def build_rft(setting: Setting) -> tuple[Step, dict[str, Any]]:
     trainee = Trainee(model, Backbone(model, state), head, SftLoss())
     fill_on_device(model, device)
     if case.base == "fp8":
-        done = quantise_base(layers)
+        done = quantise_base(layers, readers=readers_of_one_input)
         receipts.apply("fp8 base", done.count, done.of, "e4m3 by row")
     named = [(n, p) for n, p in trainee.named_parameters() if p.requires_grad]
     optim = AdamWConfig(name="adamw", lr=1e-5)
-    optimizer = BUILDERS[AdamWConfig](named, optim, compute_dtype=dtype if dtype != torch.float32 else None)
+    uses = Counter(id(p) for _, p in trainee.named_parameters(remove_duplicate=False))
+    optimizer = BUILDERS[AdamWConfig](
+        named, optim, compute_dtype=dtype if dtype != torch.float32 else None, kernels=True,
+        narrow_gradients=frozenset(n for n, p in named if uses[id(p)] == 1 and case.adapter == "none"),
+    )  # fmt: skip
     batch = packed(setting.lengths(), packs, config.vocab_size).to(device)
     trainee.train()
 
     def step() -> tuple[Any, int]:
         loss = trainee(batch)["next_token"] / batch.label_weight
         loss.backward()
-        clip_grad_norm(optimizer.parameters, 1.0)
-        optimizer.step()
+        optimizer.step(clip_factor(grad_norm(optimizer.parameters), 1.0))
         optimizer.zero_grad()
         return loss.detach(), batch.num_tokens
 
@@ -394,22 +398,38 @@ def measure(setting: Setting, system: str, profile: bool) -> dict[str, Any]:
     step, facts = BUILDERS[system](setting)
     losses = [float(step()[0]) for _ in range(1 if setting.tiny else WARM_UP)]
     ready = time.perf_counter() - began
-    wait = torch.cuda.synchronize if setting.device == "cuda" else (lambda: None)
     if setting.device == "cuda":
+        torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-    rates = []
-    for _ in range(2 if setting.tiny else STEPS):
-        wait()
-        start = time.perf_counter()
-        loss, tokens = step()
-        wait()
-        rates.append(tokens / (time.perf_counter() - start))
+    rates, loss = timed(step, setting)
     losses.append(float(loss))
     gib = torch.cuda.max_memory_allocated() / 2**30 if setting.device == "cuda" else 0.0
-    found = {"rates": rates, "gib": gib, "losses": losses, "facts": facts, "ready_seconds": ready, "tokens": tokens}
+    found = {"rates": rates, "gib": gib, "losses": losses, "facts": facts, "ready_seconds": ready}
     if profile:
         found["profile"] = profile_step(step, setting.device)
     return found
+
+
+def timed(step: Step, setting: Setting) -> tuple[list[float], Any]:
+    """(tokens/s of each step, the last loss). Steps follow one another as in training: the device's clock stands between them, and the
+    host waits at the end only."""
+    import torch
+
+    if setting.device != "cuda":
+        rates = []
+        for _ in range(2):
+            start = time.perf_counter()
+            loss, tokens = step()
+            rates.append(tokens / (time.perf_counter() - start))
+        return rates, loss
+    clocks, counts = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS + 1)], []
+    clocks[0].record()
+    for clock in clocks[1:]:
+        loss, tokens = step()
+        counts.append(tokens)
+        clock.record()
+    torch.cuda.synchronize()
+    return [n / (a.elapsed_time(b) / 1e3) for n, a, b in zip(counts, clocks, clocks[1:], strict=False)], loss
 
 
 KINDS = (  # the first that a kernel's name holds

@@ -164,7 +164,7 @@ def test_tools_that_the_template_does_not_write_are_told(tmp_path, template):
     ]
     files = tiny_files(tmp_path / "tokenizer", template=template)
     made = prepare_rows(tmp_path, rows, files)
-    assert any(text.startswith("2 rows have tools that the template does not write") for text in remarks(made.report))
+    assert any(text == "tools that the template does not write: in 2 rows" for text in remarks(made.report))
     writes = tiny_files(tmp_path / "other", template="{% if tools %}{{ tools | tojson }}{% endif %}" + template)
     again = prepare_rows(tmp_path / "again", rows, writes)
     assert remarks(again.report) == []
@@ -175,7 +175,7 @@ def test_unused_fields_are_counted_by_name(tmp_path, files):
     rows = [{**chat("a", "b"), "id": 1, "source": {"deep": [1, 2]}}, {**chat("c", "d"), "id": 2}, chat("e", "f")]
     made = prepare_rows(tmp_path, rows, files)
     assert made.report["train"]["unused_fields"] == {"id": 2, "source": 1}
-    assert remarks(made.report) == ["fields of the rows that are not used: id (2 rows), source (1 rows)"]
+    assert remarks(made.report) == ["fields of the rows that are not used: id (2 rows), source (1 row)"]
 
 
 def test_roles_that_no_row_has_are_told(tmp_path, files, capsys):

@@ -306,3 +306,41 @@ def test_mistyped_local_path_is_told_as_such_and_how_the_hub_is_meant(tmp_path):
     with pytest.raises(ConfigError) as raised:
         load_config({"model": {"path": "org/model"}, "data": {"train": [{"path": "openai/gsm8k"}]}})
     assert "hf://datasets/openai/gsm8k" in raised.value.do
+
+
+@pytest.fixture
+def unreachable_hub(tmp_path, monkeypatch):
+    """The hub client without a network, over a cache that holds two files of org/set."""
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    folder = tmp_path / "hub" / "datasets--org--set"
+    for name in ("data/train-0.jsonl", "data/test-0.jsonl"):
+        path = folder / "snapshots" / commit / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text('{"text": "a"}\n')
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(commit)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+    def no_network(self, repo_id, *, revision):
+        raise OfflineModeIsEnabled("Cannot reach https://huggingface.co: offline mode is enabled.")
+
+    monkeypatch.setattr(HfApi, "dataset_info", no_network)
+    return folder / "snapshots" / commit
+
+
+def test_without_a_network_a_data_set_is_read_from_the_hub_s_cache_and_it_is_said(tmp_path, unreachable_hub, capsys):
+    for path in ("hf://datasets/org/set", "hf://datasets/org/set@main/data/train*"):
+        found = expand([SourceConfig(path=path)], "data.train", Caches(tmp_path / "sets"))
+        assert [file.path for file in found] == [unreachable_hub / "data" / "train-0.jsonl"]
+        told = capsys.readouterr().err
+        assert "HF_HUB_OFFLINE is set; read from the local cache, which holds 1 file of commit 0123456" in told
+
+
+def test_without_a_network_what_the_cache_does_not_hold_is_an_error(tmp_path, unreachable_hub):
+    for path in ("hf://datasets/org/other", "hf://datasets/org/set@v2"):
+        with pytest.raises(DataError, match="the hub cannot be reached"):
+            expand([SourceConfig(path=path)], "data.train", Caches(tmp_path / "sets"))

@@ -26,6 +26,7 @@ from rft.checkpoint.shards import SHARD_BYTES, write_shards
 from rft.config.model import ModelConfig
 from rft.errors import ConfigError, ModelError, unusable_folder
 from rft.models.load import build_meta, mean_row, plan_load
+from rft.models.rope import config_entries
 from rft.models.source import ModelSource, checkpoint_dtype, find_model
 
 BLOCK_ELEMENTS = 16 * 2**20
@@ -348,6 +349,12 @@ def _write_config(out: Path, source: ModelSource, dtype: torch.dtype, *, vocab_s
         if source.kind != "gguf"
         else json.loads(source.config.to_json_string())
     )
+    if source.rope:
+        for table in (raw.get("text_config"), raw):
+            if isinstance(table, dict) and (table is raw or "max_position_embeddings" in table):
+                table.pop("rope_scaling", None)
+                table.update(config_entries(source.config))
+                break
     raw.pop("torch_dtype", None)
     raw.pop("_name_or_path", None)
     raw["dtype"] = str(dtype).removeprefix("torch.")

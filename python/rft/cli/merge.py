@@ -10,6 +10,7 @@ import typer
 from rft import log
 from rft.cli.arguments import find_run
 from rft.errors import ConfigError
+from rft.report.units import gib
 
 
 def command(
@@ -58,10 +59,9 @@ def command(
         log.say("untied", "the head is a tensor of its own now: the adapter made it differ from the embedding")
     for note in result.notes:
         log.say("note", note)
-    size = f"{result.num_bytes / 2**30:.2f} GiB" if result.num_bytes >= 2**30 else f"{result.num_bytes / 2**20:.0f} MiB"
     log.say(
         "merged",
-        f"{result.num_tensors:,} tensors, {result.num_changed:,} of them changed · {size} in {result.seconds:.1f} s -> {result.out}",
+        f"{result.num_tensors:,} tensors, {result.num_changed:,} of them changed · {gib(result.num_bytes)} in {result.seconds:.1f} s -> {result.out}",
     )
     return 0
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from rft.closeness import relative_error
 from rft.errors import Refused
 
 # Bytes of fp32 logits that exist at one time under `chunk_rows = "auto"`: below 512 rows the matmuls of a large
@@ -216,7 +217,7 @@ def compare_kernel(transform: LogitTransform, device: torch.device) -> dict[str,
                 f"fp32 {'trained' if trained else 'frozen'} {n}" for n in ("loss", "hidden gradient", "weight gradient")
             ]
             for name, own, plain in zip(names, run(True, trained), run(False, trained), strict=False):
-                found[name] = float((own - plain).norm() / plain.norm().clamp_min(1e-12))
+                found[name] = relative_error(own, plain)
     return found
 
 

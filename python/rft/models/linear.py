@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from rft import quant
+from rft.kernels import fp8
 from rft.kernels.lora_linear import Branch, FrozenLinear, lora_linears
 from rft.models.surgery import Candidate, Matcher
+from rft.quant.fp8 import Fp8Linear
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -40,9 +42,10 @@ def why_not_fused(module: nn.Module) -> str | None:
         return f"it is a variant of LoRA ({', '.join(variants)})"
     if any(peft.lora_bias.get(a, False) for a in names):
         return "its adapter has a bias of its own"
-    if any(getattr(peft.lora_dropout[a], "p", 0.0) for a in names):
-        return "it has dropout"
-    return None
+    others = sorted(
+        {type(d).__name__ for a in names if type(d := peft.lora_dropout[a]) not in (nn.Dropout, nn.Identity)}
+    )
+    return f"its dropout is a {', '.join(others)}" if others else None
 
 
 def read(module: nn.Module, *, inside: bool = False) -> FrozenLinear | None:
@@ -54,7 +57,7 @@ def read(module: nn.Module, *, inside: bool = False) -> FrozenLinear | None:
         return None  # autocast knows torch's own operations
     peft: Any = module
     if not is_lora(module):
-        if not quant.is_linear(module) or _hooked(module):
+        if not quant.is_linear(module) or hooked(module):
             return None
         plain = quant.held(module)
         return None if plain is None else FrozenLinear(plain, module.bias)  # type: ignore[arg-type]
@@ -62,8 +65,8 @@ def read(module: nn.Module, *, inside: bool = False) -> FrozenLinear | None:
     if (
         why_not_fused(module)
         or (peft.disable_adapters and peft.merged)
-        or (_hooked(module) and not inside)
-        or _hooked(base)
+        or (hooked(module) and not inside)
+        or hooked(base)
     ):
         return None
     held = quant.held(base)
@@ -74,24 +77,31 @@ def read(module: nn.Module, *, inside: bool = False) -> FrozenLinear | None:
     branches = []
     for name in peft.active_adapters:
         if name in peft.lora_A:
-            A, B = peft.lora_A[name], peft.lora_B[name]
-            if _hooked(A) or _hooked(B):
+            A, B, drop = peft.lora_A[name], peft.lora_B[name], peft.lora_dropout[name]
+            if hooked(A) or hooked(B) or hooked(drop):
                 return None
-            branches.append(Branch(A.weight, B.weight, float(peft.scaling[name])))
+            share = float(drop.p) if isinstance(drop, nn.Dropout) and drop.training else 0.0
+            branches.append(Branch(A.weight, B.weight, float(peft.scaling[name]), share))
     return FrozenLinear(held, base.bias, tuple(branches))
 
 
-def _hooked(module: nn.Module) -> bool:
+def hooked(module: nn.Module) -> bool:
     """Whether somebody listens to its forward: then it has to be called."""
     return any(getattr(module, name) for name in _HOOKS)
 
 
-def apply_linears(x: Tensor, modules: Sequence[nn.Module]) -> tuple[Tensor, ...]:
-    """Every module of x; those that can be read together, the others by themselves."""
+def apply_linears(x: Tensor, modules: Sequence[nn.Module], quantised: fp8.Rows | None = None) -> tuple[Tensor, ...]:
+    """Every module of x; those that can be read together, the others by themselves. quantised: x for FP8 weights, if it is known."""
     known = [read(module) for module in modules]
     together = [k for k in known if k is not None and fits(k, x)]
-    outs = iter(lora_linears(x, together) if together else ())
+    outs = iter(lora_linears(x, together, quantised) if together else ())
     return tuple(next(outs) if fits(k, x) else m(x) for m, k in zip(modules, known, strict=True))
+
+
+def holds_fp8(module: nn.Module) -> bool:
+    """Whether a linear's base weight is multiplied in FP8, so that it has use for a quantised input."""
+    base: Any = module.get_base_layer() if is_lora(module) else module  # type: ignore[operator]
+    return isinstance(base, Fp8Linear)
 
 
 def fits(known: FrozenLinear | None, x: Tensor) -> bool:
@@ -132,7 +142,19 @@ def _looks_like_lora_linear(module: nn.Module) -> bool:
 
 def _candidates(module: nn.Module) -> list[Candidate] | str:
     why = why_not_fused(module)
-    return why if why else [Candidate("small products shared, added into the output in place", _fused)]
+    dropped = any(getattr(m, "p", 0.0) for m in module.lora_dropout.values())  # type: ignore[union-attr,operator]
+    how = "small products shared, added into the output in place" + (
+        ", masks of dropout drawn inside" if dropped else ""
+    )
+    return why if why else [Candidate(how, _fused)]
+
+
+def without_dropout(module: nn.Module) -> None:
+    """Ours draws other masks than torch: what is compared is everything else (the masks: tests/kernels/test_dropout.py)."""
+    for each in module.modules():
+        for drop in each.lora_dropout.values() if is_lora(each) else ():  # type: ignore[union-attr,operator]
+            if isinstance(drop, nn.Dropout):
+                drop.p = 0.0
 
 
 def width_in(module: nn.Module) -> int:
@@ -146,5 +168,11 @@ def _inputs(module: nn.Module, generator: torch.Generator) -> tuple[Tensor, ...]
 
 
 LORA_LINEAR = Matcher(
-    "lora linear", _looks_like_lora_linear, _candidates, _inputs, rounding="no worse", train_all=False
+    "lora linear",
+    _looks_like_lora_linear,
+    _candidates,
+    _inputs,
+    rounding="no worse",
+    train_all=False,
+    prepare=without_dropout,
 )

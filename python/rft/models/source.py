@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from rft.config.explain import nearest_path
 from rft.config.model import ModelConfig
 from rft.errors import ModelError
+from rft.models.rope import scale_rope
 
 Slices = tuple[slice, ...]
 
@@ -43,6 +45,8 @@ class ModelSource:
     reader: TensorReader
     hub_id: str | None = None
     revision: str | None = None
+    rope: str = ""
+    """What was done to its positions."""
 
     @property
     def base_id(self) -> str:
@@ -89,8 +93,17 @@ class SafetensorsReader:
 def find_model(cfg: ModelConfig) -> ModelSource:
     """Find `model.path`: an existing directory, a .gguf file, or a hub id (its cached snapshot, else a download).
 
-    Raises ModelError: nothing there, no config, pickled weights only, a config that needs code from the model.
+    Its config reaches as far as `model.rope` says. Raises ModelError: nothing there, no config, pickled weights only, a config that
+    needs code from the model; ConfigError where the positions cannot be scaled so.
     """
+    found = _find(cfg)
+    if cfg.rope.target_length is None:
+        return found
+    config = copy.deepcopy(found.config)
+    return replace(found, config=config, rope=scale_rope(config, cfg.rope))
+
+
+def _find(cfg: ModelConfig) -> ModelSource:
     path = Path(cfg.path).expanduser()
     if path.is_dir():
         return _from_directory(path, cfg)

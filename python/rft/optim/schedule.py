@@ -8,6 +8,7 @@ from typing import Any
 
 from rft.config.optim import ConstantSchedule, CosineSchedule, LinearSchedule, ScheduleConfig, WsdSchedule
 from rft.errors import ConfigError
+from rft.words import counted
 
 DEFAULT_WARMUP_RATIO = 0.03
 
@@ -28,7 +29,7 @@ def warmup_steps(config: ScheduleConfig, total_steps: int) -> int:
         if config.warmup_steps > total_steps:
             raise ConfigError(
                 "optim.schedule.warmup_steps",
-                f"{config.warmup_steps} steps of warm-up, but the run has {total_steps}",
+                f"{counted(config.warmup_steps, 'step')} of warm-up, but the run has {total_steps}",
                 wanted=f"at most {total_steps}",
                 do="use warmup_ratio, or train for longer",
             )

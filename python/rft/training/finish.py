@@ -10,6 +10,7 @@ from rft.training.resume import mark_finished
 from rft.training.run import Run
 from rft.training.rundir import write_stream_counts
 from rft.training.state import load_weights
+from rft.words import counted
 
 
 def finish(run: Run, recorder: Recorder) -> Result:
@@ -86,7 +87,8 @@ def tell(run: Run, result: Result) -> None:
 
 
 def summary_words(result: Result) -> list[str]:
-    words = [f"{result.steps:,} steps", f"{result.epochs:.3g} epochs", f"{result.tokens:,} tokens"]
+    epochs = "1 epoch" if result.epochs == 1 else f"{result.epochs:.3g} epochs"
+    words = [counted(result.steps, "step"), epochs, counted(result.tokens, "token")]
     if result.train_loss is not None:
         words.append(f"loss {result.train_loss:.3f}")
     if result.tokens_per_second is not None:

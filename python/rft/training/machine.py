@@ -22,6 +22,8 @@ class Machine:
     bf16: bool
     """Whether it computes in bf16 natively."""
     cores: int
+    per_node: int = 0
+    """GPUs of one node; 0: all ranks are on one."""
 
     def describe(self) -> str:
         """`1x NVIDIA H200 139 GiB`, or `cpu, 2 cores (AVX-512 BF16)`."""
@@ -81,3 +83,19 @@ def cpu_features() -> str:
     if torch.cpu._is_avx512_bf16_supported():
         return "AVX-512 BF16"
     return {"AVX512": "AVX-512", "AVX2": "AVX2"}.get(torch.backends.cpu.get_cpu_capability(), "no AVX2")
+
+
+def free_host_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Host memory that could be taken now: what the system says is available, and no more than this container has left."""
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+        free = min(free, int(lines["MemAvailable"].split()[0]) * 1024)
+    except (OSError, KeyError, ValueError):
+        pass
+    try:
+        limit, used = ((cgroup / name).read_text() for name in ("memory.max", "memory.current"))
+        free = min(free, max(0, int(limit) - int(used)))
+    except (OSError, ValueError):  # no cgroup, no limit ("max")
+        pass
+    return free

@@ -27,6 +27,20 @@ if TYPE_CHECKING:
     from rft.training.run import Run
     from rft.training.step import StepResult
 
+NUMBERS = (
+    "epoch",
+    "loss",
+    "router_aux_loss",
+    "grad_norm",
+    "lr",
+    "tokens",
+    "label_tokens",
+    "tokens_per_second",
+    "mfu",
+    "memory_peak_bytes",
+)
+"""Numbers of a line, where it has them; trackers are sent these too."""
+
 
 class MetricsFile:
     """Appends lines that are on disk whole or not at all; drops what a killed run wrote beyond the step it resumes from."""
@@ -77,24 +91,11 @@ def _keep_up_to(path: Path, step: int | None) -> list[dict[str, Any]]:
     return lines
 
 
-_NUMBERS = (
-    "loss",
-    "grad_norm",
-    "lr",
-    "tokens",
-    "label_tokens",
-    "tokens_per_second",
-    "mfu",
-    "memory_peak_bytes",
-    "epoch",
-)
-
-
 def is_metrics_line(line: Any) -> bool:
     """Whether it is a line as a run writes it: an object with a step, whose numbers are numbers. Other kinds may follow later."""
     if not isinstance(line, dict) or type(line.get("step")) is not int or not isinstance(line.get("kind"), str):
         return False
-    return all(type(line[key]) in (int, float) for key in _NUMBERS if line.get(key) is not None) and isinstance(
+    return all(type(line[key]) in (int, float) for key in NUMBERS if line.get(key) is not None) and isinstance(
         line.get("seconds", {}), dict
     )
 

@@ -10,20 +10,10 @@ from typing import Any, Protocol
 
 from rft.config.log import LogConfig
 from rft.errors import ConfigError
+from rft.training.metrics import NUMBERS
 
 EXTRAS = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
 """Tracker -> the module that it needs, which is also the name of the extra."""
-KEPT = (
-    "loss",
-    "router_aux_loss",
-    "grad_norm",
-    "lr",
-    "tokens",
-    "label_tokens",
-    "tokens_per_second",
-    "mfu",
-    "memory_peak_bytes",
-)
 
 
 class Tracker(Protocol):
@@ -67,7 +57,7 @@ class _About:
 
 def values_of(line: dict[str, Any]) -> dict[str, float]:
     """Numbers of a metrics line, named "train/loss" and so on."""
-    return {f"{line['kind']}/{key}": line[key] for key in KEPT if line.get(key) is not None}
+    return {f"{line['kind']}/{key}": line[key] for key in NUMBERS if line.get(key) is not None}
 
 
 class _TensorBoard:

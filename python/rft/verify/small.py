@@ -85,7 +85,7 @@ def make_small(config: Config, folder: Path, *, device: str | None = None) -> Sm
     plain = {"attention": attention, "base_weights": "bf16"}
     case.config = changed(
         config,
-        model={"path": str(folder / "model"), "revision": None, "add_tokens": [], **plain},
+        model={"path": str(folder / "model"), "revision": None, "add_tokens": [], "rope": {}, **plain},
         adapter=adapter,
         data={
             "train": [{"path": str(folder / "rows.jsonl"), "format": "prompt_completion"}],
@@ -97,7 +97,12 @@ def make_small(config: Config, folder: Path, *, device: str | None = None) -> Sm
             "store": str(folder / "sets"),
         },
         loss={"chunk_rows": 16},
-        optim={"lr": 3e-3, "schedule": {"name": "constant", "warmup_steps": 0}, "groups": []},
+        optim={
+            "lr": 3e-3,
+            "schedule": {"name": "constant", "warmup_steps": 0},
+            "groups": [],
+            "in_backward": False,
+        },
         train={
             "precision": "fp32",
             "master": "float32",
@@ -210,6 +215,8 @@ def run_steps(run: Run, until: int) -> list[float]:
 
 class _Catcher:
     """Takes the optimizer's place in one step: keeps the gradients and updates nothing."""
+
+    in_backward = False
 
     def __init__(self, run: Run):
         self._named = [(name, p) for name, p in run.trainee.named_parameters() if p.requires_grad]
