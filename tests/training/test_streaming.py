@@ -210,6 +210,31 @@ def test_fifty_megabytes_stream_through_training_with_the_losses_of_the_prepared
     stream.close()
 
 
+def test_an_open_stream_goes_on_from_its_state_on_another_number_of_ranks(tmp_path):
+    config = project(tmp_path, 10)
+
+    def opened(**options):
+        return rft.data.open(config, streaming=True, **{"seq_len": 64, "seed": 3, **options})
+
+    stream, batches, state = opened(micro_batch=2), [], {}
+    for number, batch in enumerate(stream.epoch(0), start=1):
+        batches.append(batch)
+        if number == 20:
+            state = json.loads(json.dumps(stream.state(0, number)))
+    stream.close()
+    assert state["cursor"]["window"] > 1
+    assert len(batches) > 60
+    ranks = [opened(rank=rank, world_size=2) for rank in (0, 1)]
+    dealt = zip(*(rank.resume(state) for rank in ranks), strict=True)
+    for whole, parts in zip(batches[20:], dealt, strict=True):
+        packs = sorted(whole.input_ids.view(2, 64).tolist())
+        assert packs == sorted(part.input_ids[0].tolist() for part in parts)
+    with pytest.raises(DataError, match="other packs"):
+        next(opened(seq_len=128).resume(state))
+    for rank in ranks:
+        rank.close()
+
+
 def free_port() -> str:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
