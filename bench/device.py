@@ -60,6 +60,8 @@ PARTS: tuple[Part, ...] = (
     Part("bench", "train/fp8_curve {fp8_curve}", 240, "train/fp8_curve --tiny"),
     _step("--cases lora-bf16/doc-8192-default-settings lora-fp8/doc-8192-default-settings", 330),
     _step("--cases lora-bf16/packed-400-default-settings lora-fp8/packed-400-default-settings", 330),
+    Part("bench", "train/plan --seconds 540", 560, "train/plan --tiny --only 8b-lora-8k-full qlora-2k"),
+    Part("bench", "kernels/nf4", 60),
     Part("bench", "kernels/linear_cross_entropy", 120),
     Part("bench", "kernels/swiglu", 60),
     Part("bench", "kernels/rms_norm", 60),

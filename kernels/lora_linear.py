@@ -10,7 +10,8 @@ in the kernels that read them anyway (lora_swiglu.py).
 A weight may be FP8 (fp8.py): then the large products alone are FP8, and the branches see the unquantised input. Quantised rows come from
 the norm before, or are made here: made by the activation's kernels they took longer, since a row is read twice there (forward 0.31 ms
 against 0.16 + 0.10, backward 0.57 against 0.33 + 0.19, 8192 x 14336, H200). Dropout of a branch's input
-is drawn where it is needed, in both passes, and never stored (dropout.py).
+is drawn where it is needed, in both passes, and never stored (dropout.py). NF4 and int8 weights (nf4.py, int8.py) are dequantised into one
+shared buffer just before each product.
 Not registered as single ops: `torch.compile` traces through the autograd functions and stops at the registered ops inside.
 """
 
@@ -24,11 +25,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rft.kernels import fp8
+from rft.kernels import fp8, int8, nf4
 from rft.kernels.dropout import add_dropped, draw_seeds, dropped
 from rft.kernels.lora import lowrank_gradients
 from rft.kernels.lora_swiglu import MAX_RANK, LowRank, lora_gated_activation, lora_gated_activation_backward
 from rft.kernels.swiglu import Activation, gated_activation, gated_activation_backward, gated_activation_reference
+
+Packed = fp8.Weight | nf4.Weight | int8.Weight
+"""A weight in fewer bits: a named tuple of tensors with a `shape` and `dequantised()`."""
 
 
 class Branch(NamedTuple):
@@ -42,16 +46,16 @@ class Branch(NamedTuple):
 
 @dataclass(frozen=True)
 class FrozenLinear:
-    """A linear whose weight gets no gradient. weight: (N, K) tensor, or FP8 in both layouts; bias: (N,), may be trained."""
+    """A linear whose weight gets no gradient. weight: (N, K) tensor, or in fewer bits; bias: (N,), may be trained."""
 
-    weight: Tensor | fp8.Weight
+    weight: Tensor | Packed
     bias: Tensor | None = None
     branches: tuple[Branch, ...] = ()
 
     @property
     def weight_dtype(self) -> torch.dtype | None:
-        """The type that x has to have; None: any (FP8)."""
-        return None if isinstance(self.weight, fp8.Weight) else self.weight.dtype
+        """The type that x has to have; None: any (weights in fewer bits)."""
+        return self.weight.dtype if isinstance(self.weight, Tensor) else None
 
 
 def lora_linears_reference(x: Tensor, linears: Sequence[FrozenLinear]) -> tuple[Tensor, ...]:
@@ -75,43 +79,53 @@ def lora_gated_mlp_reference(
     return lora_linears_reference(gated_activation_reference(g, u, activation), (down,))[0].to(x.dtype)
 
 
-def _plain(weight: Tensor | fp8.Weight) -> Tensor:
-    return weight.dequantised() if isinstance(weight, fp8.Weight) else weight
+def _plain(weight: Tensor | Packed) -> Tensor:
+    return weight if isinstance(weight, Tensor) else weight.dequantised()
+
+
+def _readable(weight: Tensor | nf4.Weight | int8.Weight, dtype: torch.dtype) -> Tensor:
+    """As a product reads it. What was packed is good until the next one is read: it lies in a shared buffer."""
+    return weight if isinstance(weight, Tensor) else weight.plain(dtype)
 
 
 # ---- linears as flat tensors: what an autograd function takes
 
 
 class _Layout(NamedTuple):
-    """Where a linear's tensors lie in the flat list: base (1 or 4), bias, then A and B of each branch."""
+    """Where a linear's tensors lie in the flat list: base (one, or the fields of its class), bias, then A and B of each branch."""
 
-    is_fp8: bool
+    packed: type[Packed] | None
     branches: tuple[tuple[float, float], ...]
     """(scale, dropout) of each."""
 
     @property
     def size(self) -> int:
-        return (4 if self.is_fp8 else 1) + 1 + 2 * len(self.branches)
+        return self.base + 1 + 2 * len(self.branches)
+
+    @property
+    def base(self) -> int:
+        """Tensors of the weight."""
+        return 1 if self.packed is None else len(self.packed._fields)
 
 
 def _flatten(linears: Sequence[FrozenLinear]) -> tuple[tuple[_Layout, ...], list[Tensor | None]]:
     layouts: list[_Layout] = []
     flat: list[Tensor | None] = []
     for linear in linears:
-        is_fp8 = isinstance(linear.weight, fp8.Weight)
-        flat += [*linear.weight] if isinstance(linear.weight, fp8.Weight) else [linear.weight]
+        flat += [linear.weight] if isinstance(linear.weight, Tensor) else [*linear.weight]
         flat.append(linear.bias)
         for branch in linear.branches:
             flat += [branch.A, branch.B]
-        layouts.append(_Layout(is_fp8, tuple((b.scale, b.dropout) for b in linear.branches)))
+        packed = None if isinstance(linear.weight, Tensor) else type(linear.weight)
+        layouts.append(_Layout(packed, tuple((b.scale, b.dropout) for b in linear.branches)))
     return tuple(layouts), flat
 
 
 def _unflatten(layouts: Sequence[_Layout], flat: Sequence[Tensor]) -> list[FrozenLinear]:
     linears, at = [], 0
     for layout in layouts:
-        size = 4 if layout.is_fp8 else 1
-        weight = fp8.Weight(*flat[at : at + size]) if layout.is_fp8 else flat[at]
+        size = layout.base
+        weight = flat[at] if layout.packed is None else layout.packed(*flat[at : at + size])
         bias = flat[at + size]
         pairs = flat[at + size + 1 : at + layout.size]
         branches = tuple(Branch(pairs[2 * i], pairs[2 * i + 1], *given) for i, given in enumerate(layout.branches))
@@ -137,7 +151,7 @@ class _Input:
         self.rows = rows
         self._fp8 = quantised
 
-    def times(self, weight: Tensor | fp8.Weight, bias: Tensor | None, branch: LowRank | None = None) -> Tensor:
+    def times(self, weight: Tensor | Packed, bias: Tensor | None, branch: LowRank | None = None) -> Tensor:
         """rows @ weight.T + bias + branch"""
         kind = self.rows.dtype
         if isinstance(weight, fp8.Weight):
@@ -145,6 +159,7 @@ class _Input:
                 self._fp8 = fp8.quantise_rows(self.rows)
             y = fp8.product(*self._fp8, weight, bias, kind)
             return y if branch is None else y.addmm_(branch.left, branch.right.t())
+        weight = _readable(weight, kind)
         if branch is not None:
             left, right = branch.left, branch.right.t()
             y = left @ right if bias is None else torch.addmm(bias.to(kind), left, right)
@@ -267,13 +282,12 @@ def _add_low_rank(
     return total
 
 
-def _add_back(
-    total: Tensor | None, dy: Tensor, weight: Tensor | fp8.Weight
-) -> Tensor:  # fmt: skip
+def _add_back(total: Tensor | None, dy: Tensor, weight: Tensor | Packed) -> Tensor:
     """total + dy @ weight; `total` is ours and is added to where it lies."""
     if isinstance(weight, fp8.Weight):
         back = fp8.product_back(*fp8.quantise_rows(dy), weight.by_column, weight.column_scale, dy.dtype)
         return back if total is None else total.add_(back)
+    weight = _readable(weight, dy.dtype)
     return dy @ weight if total is None else total.addmm_(dy, weight)
 
 
@@ -299,7 +313,7 @@ def _flat_gradients(
     flat: list[Tensor | None] = []
     pairs = iter(zip(dAs, dBs, strict=True))
     for dy, linear in zip(dys, linears, strict=True):
-        flat += [None] * (4 if isinstance(linear.weight, fp8.Weight) else 1)
+        flat += [None] * (1 if isinstance(linear.weight, Tensor) else len(linear.weight))
         wanted = linear.bias is not None and linear.bias.requires_grad and dy is not None
         flat.append(dy.sum(0, dtype=torch.float32) if wanted else None)  # type: ignore[union-attr]
         for _ in linear.branches:
@@ -427,7 +441,7 @@ def _check(op: str, x: Tensor, linears: Sequence[FrozenLinear], width: int) -> N
         shape = linear.weight.shape
         if shape[1] != width:
             raise ValueError(f"{op}: x has {width} columns, a weight has shape {tuple(shape)}")
-        if not isinstance(linear.weight, fp8.Weight) and linear.weight.dtype != x.dtype:
+        if isinstance(linear.weight, Tensor) and linear.weight.dtype != x.dtype:
             raise ValueError(f"{op}: x is {x.dtype}, a weight is {linear.weight.dtype}")
         for branch in linear.branches:
             r = branch.A.shape[0]

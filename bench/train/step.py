@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 NEEDS = "a CUDA GPU of 80 GiB or more; liger-kernel and unsloth as peers"
 SEQ_LEN = 8192
 WARM_UP, STEPS = 3, 8
@@ -71,7 +71,9 @@ def _cases() -> Iterator[Case]:
 
 
 CASES = {c.name: c for c in _cases()}
-SYSTEMS = ("rft", "unsloth", "liger")
+SYSTEMS = ("rft", "unsloth", "liger", "transformers", "transformers-compiled")
+USUAL = ("rft", "unsloth", "liger")
+"""Systems of a run without --systems: the two that are nearest. The others are slower, and a compilation takes a minute or more."""
 ORDER = (
     "train/llama-8b/lora-bf16/doc-8192", "train/llama-8b/lora-fp8/doc-8192", "train/llama-1b/full-bf16/doc-8192",
     "train/llama-8b/lora-bf16/packed-400", "train/llama-8b/lora-fp8/packed-400", "train/llama-8b/lora-bf16/doc-8192-default-settings",
@@ -217,23 +219,22 @@ def planned(setting: Setting, facts: Any, rows: int) -> tuple[int, Any]:
     import torch
 
     from rft.memory import planner
+    from rft.memory.devices import rates_of
+    from rft.memory.speed import Machinery
 
     if setting.tiny:
         return 2, 2
-    total = torch.cuda.get_device_properties(0).total_memory
-    state = facts.num_parameters * 2 + facts.num_trained * 16
-    from rft.training.flops import peak_flops
-
     problem = planner.Problem(
-        facts=facts, state_bytes=state, gathered_bytes=0, seq_len=setting.seq_len, packs=32768 // setting.seq_len, memory_bytes=total,
-        kernels=True, trained_in_full=setting.case.adapter == "none", itemsize=2, chunk_rows=rows,
-        peak_flops=peak_flops(torch.cuda.get_device_name(), "bf16") or planner.DEFAULT_PEAK,
+        facts=facts, seq_len=setting.seq_len, packs=32768 // setting.seq_len, memory_bytes=torch.cuda.get_device_properties(0).total_memory,
+        kernels=True, trained_in_full=setting.case.adapter == "none", itemsize=2, base=setting.case.base, attention="fa4",
+        document_tokens=sum(n * n for n in setting.lengths()) / sum(setting.lengths()),
     )  # fmt: skip
-    chosen = planner.plan(problem).chosen
-    print(
-        f"plan: {chosen.micro_batch} packs, recompute {chosen.recompute}, {chosen.total / 2**30:.1f} GiB: {chosen.bytes}"
+    made = planner.plan(
+        problem, planner.Given(chunk_rows=rows, tiled_mlp=1), Machinery(rates_of(torch.cuda.get_device_name()))
     )
-    return chosen.micro_batch, chosen.recompute
+    chosen = made.chosen
+    print(f"plan: {chosen.plan}, {chosen.total / 2**30:.1f} GiB: {chosen.sizes.allocated}")
+    return chosen.plan.micro_batch, chosen.plan.recompute
 
 
 def fill_on_device(model: Any, device: Any) -> None:
@@ -292,13 +293,23 @@ def packed(lengths: list[int], packs: int, vocabulary: int) -> Any:
 
 def build_liger(setting: Setting) -> tuple[Step, dict[str, Any]]:
     """transformers + Liger's kernels (+ PEFT), torch's fused AdamW."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
     if not setting.tiny:
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
         apply_liger_kernel_to_llama()
+    return build_transformers(setting)
+
+
+def build_compiled(setting: Setting) -> tuple[Step, dict[str, Any]]:
+    """transformers (+ PEFT), each decoder layer under torch.compile."""
+    return build_transformers(setting, compiled=not setting.tiny)
+
+
+def build_transformers(setting: Setting, *, compiled: bool = False) -> tuple[Step, dict[str, Any]]:
+    """transformers (+ PEFT) as they are, torch's fused AdamW."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
     case, device = setting.case, torch.device(setting.device)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
@@ -315,6 +326,10 @@ def build_liger(setting: Setting) -> tuple[Step, dict[str, Any]]:
         if case.adapter == "lora":
             model.enable_input_require_grads()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if compiled:
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        for layer in base.model.layers:
+            layer.compile()
     return peer_step(setting, model, device), {"recompute": "full" if case.defaults else "none"}
 
 
@@ -385,7 +400,10 @@ def peer_step(setting: Setting, model: Any, device: Any) -> Step:
     return step
 
 
-BUILDERS = {"rft": build_rft, "liger": build_liger, "unsloth": build_unsloth}
+BUILDERS = {
+    "rft": build_rft, "liger": build_liger, "unsloth": build_unsloth, "transformers": build_transformers,
+    "transformers-compiled": build_compiled,
+}  # fmt: skip
 
 # ---- a child measures one system
 
@@ -530,12 +548,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, help="append result lines here")
     parser.add_argument("--cases", nargs="*", help="whole names, or ends of them: lora-bf16/doc-8192")
-    parser.add_argument("--systems", nargs="*", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--systems", nargs="*", choices=SYSTEMS, default=list(USUAL))
     parser.add_argument("--attention", default="auto", help="force rft's attention")
     parser.add_argument("--profile", action="store_true", help="milliseconds by kind of kernel, of rft and the peers")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes on the CPU: does every line run")
     parser.add_argument("--seconds", type=float, default=3600, help="limit for all of it")
     parser.add_argument("--part-seconds", type=float, default=150, help="limit for one case of one system")
+    parser.add_argument(
+        "--page", action="store_true", help="rewrite the section of docs/performance.md from stored results"
+    )
     parser.add_argument("--verbose", action="store_true", help="show what the processes print")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
@@ -544,6 +565,10 @@ def main() -> int:
         setting = Setting(CASES[args.child[0]], args.tiny, args.attention)
         args.answer.write_text(json.dumps(measure(setting, args.child[1], args.profile)))
         return 0
+    if args.page:
+        from _step_page import write_page
+
+        return write_page()
     import torch  # so that the result lines name the GPU  # noqa: F401
 
     from results import Results

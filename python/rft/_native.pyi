@@ -223,9 +223,10 @@ class Stream:
         """Whether `take` would return at once; waits for that, but no longer than this."""
     def submit(self, slot: int, ids: int, labels: int, positions: int, cu_seqlens: int, weights: int | None) -> None:
         """Hand over a slot by the addresses of its buffers; the thread fills the next micro-batch into it."""
-    def take(self) -> dict[str, Any] | None:
-        """The next micro-batch, in order: slot, step, last (of its step), tokens (T), documents, max_length, num_tokens,
-        num_label_tokens, label_weight, weighted (whether weights may differ from 1), num_packs, pack_tokens (real tokens of each pack), lengths (of all documents, fill-up included). None at the end. Raises what the thread met."""
+    def take(self) -> tuple[int, bool, int, tuple[int, ...], tuple[int, ...], int, int, float, bool] | None:
+        """The next micro-batch, in order: slot, last (of its step), tokens (T), lengths (of all documents, fill-up included),
+        pack_tokens (real tokens of each pack), num_tokens, num_label_tokens, label_weight, weighted (whether weights may differ
+        from 1). None at the end. Raises what the thread met."""
     def close(self) -> None: ...
 
 class Feed:

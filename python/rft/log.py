@@ -145,8 +145,11 @@ def _emit(label: str, text: str, *, at: int, all_ranks: bool) -> None:
 
 
 def _layout(label: str, text: str, stream: TextIO, *, width: int = LABEL_WIDTH) -> str:
-    """The label's column and the text behind it, its further lines indented; wrapped only on a terminal."""
-    lines = text.split("\n")
+    """The label's column and the text behind it, its further lines indented; wrapped only on a terminal.
+
+    Names of files and words from data pass here, and must not be able to drive the terminal.
+    """
+    lines = visible(text).split("\n")
     if is_terminal(stream):
         columns = max(40, os.get_terminal_size(stream.fileno()).columns)
         indent = width if label else 0

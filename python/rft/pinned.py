@@ -6,6 +6,7 @@ Not torch's pinned allocator: it rounds sizes up to powers of two, which of tens
 from __future__ import annotations
 
 import mmap
+import sys
 
 import torch
 from torch import Tensor
@@ -53,5 +54,5 @@ class HostMemory:
         return self.data[: count * size].view(dtype)
 
     def __del__(self) -> None:
-        if self._pinned:
+        if self._pinned and not sys.is_finalizing():
             torch.cuda.cudart().cudaHostUnregister(self.data.data_ptr())  # type: ignore[attr-defined]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rft.kernels import fp8
-from rft.kernels.lora_linear import Branch, FrozenLinear, lora_gated_mlp
+from rft.kernels.lora_linear import Branch, FrozenLinear, lora_gated_mlp, lora_linears
 from rft.kernels.rms_norm import (
     add_rms_norm,
     add_rms_norm_fp8,
@@ -82,6 +82,57 @@ def test_the_norm_quantises_what_it_gives_and_its_gradients_stay(device, shape, 
     truth = rms_norm_reference(plain_sum.float(), weight.detach().float(), 1e-5, **given)
     assert_rows_of(kept[1], runs[0][1].detach().flatten(0, -2), truth.flatten(0, -2))
     assert not any(t.requires_grad for rows in kept for t in rows)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("widths", [(40, 16), (48, 1000, 16)], ids=str)
+def test_parts_side_by_side_are_quantised_under_one_scale(device, widths, dtype):
+    parts = [torch.randn(5, 2 * n, device=device).to(dtype)[:, :n] * 10**i for i, n in enumerate(widths)]
+    rows = fp8.Rows(*fp8._quantise_joined(*parts, *[None] * (3 - len(parts))))
+    whole = kernel_rows(torch.cat(parts, dim=1))
+    assert torch.equal(rows.scale, whole.scale)
+    assert torch.equal(rows.q.float(), whole.q.float())
+    assert torch.equal(fp8.quantise_joined(parts).scale, fp8.quantise_rows(torch.cat(parts, dim=1)).scale)
+    empty = [p[:0] for p in parts]
+    assert fp8.quantise_joined(empty).q.shape == (0, sum(widths))
+    with pytest.raises(ValueError, match="1 tensors"):
+        fp8.quantise_joined(parts[:1])
+
+
+def test_columns_are_joined_where_they_lie_side_by_side_and_not_where_one_was_copied(device):
+    weights = [torch.randn(n, 32, device=device) for n in (48, 16, 16)]
+    joined = fp8.quantise_weights(weights)
+    columns = fp8.joined_columns(joined)
+    assert torch.equal(columns.float(), torch.cat([w.by_column.float() for w in joined], dim=1))
+    for own, weight in zip(joined, weights, strict=True):
+        assert torch.equal(own.by_row.float(), fp8.quantise_weight(weight).by_row.float())
+        assert_close_fp32(own.by_column.float() * own.column_scale, weight.t(), 4e-2)
+    assert fp8.joined_columns(joined[:2]) is None  # a product over two of three would read the third's neighbours
+    assert fp8.joined_columns([joined[1], joined[0], joined[2]]) is None
+    assert fp8.joined_columns([joined[0], joined[1]._replace(by_column=joined[1].by_column.clone()), joined[2]]) is None
+    assert fp8.joined_columns([fp8.quantise_weight(w) for w in weights]) is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_gradient_of_an_input_that_three_linears_read_is_one_product(device, dtype, monkeypatch):
+    weights = [torch.randn(n, 32, device=device).to(dtype) * 32**-0.5 for n in (48, 16, 16)]
+    x = torch.randn(64, 32, device=device).to(dtype)
+    slopes = [torch.randn(64, w.shape[0], device=device).to(dtype) for w in weights]
+    calls = []
+    plain = fp8.product_back
+    monkeypatch.setattr(fp8, "product_back", lambda *given: calls.append(given[2].shape) or plain(*given))
+    held = fp8.quantise_weights(weights)
+    runs = []
+    for copied in (False, True):
+        each = [w._replace(by_column=w.by_column.clone()) for w in held] if copied else held
+        leaf = x.clone().requires_grad_()
+        torch.autograd.backward(lora_linears(leaf, [FrozenLinear(w) for w in each]), slopes)
+        runs.append(leaf.grad)
+    assert calls == [(32, 80), (32, 48), (32, 16), (32, 16)]
+    truth = sum(s.float() @ w.float() for s, w in zip(slopes, weights, strict=True))
+    one, three = (float((g.float() - truth).norm() / truth.norm()) for g in runs)
+    assert one < 1.1 * three + 2e-3
+    assert 1e-3 < one < 6e-2
 
 
 def test_rows_without_a_number_and_rows_of_zeros(device):

@@ -18,6 +18,7 @@ from rft.losses import SftLoss
 from rft.memory.plan import MemoryPlan, Recompute
 from rft.memory.recompute import apply_recompute
 from rft.memory.sizes import Problem, layer_bytes, loss_gradient_bytes, sizes, state_bytes
+from rft.memory.tiled_mlp import apply_tiled_mlp
 from rft.models import surgery
 from rft.models.attention import install_attention, register
 from rft.models.backbone import Backbone, decoder_layers
@@ -83,10 +84,13 @@ def build(shape: str, *, lora: bool, kernels: bool, layers: int = 4) -> tuple[An
     return model, problem
 
 
-def measured(model: Any, recompute: Recompute, *, kernels: bool) -> tuple[int, int]:
+def measured(model: Any, recompute: Recompute, *, kernels: bool, tiles: int = 1) -> tuple[int, int]:
     """(bytes alive behind the forward pass, most during the backward one) of one micro-batch of one document."""
     attention = install_attention(model, "sdpa")
-    apply_recompute(list(decoder_layers(model)), recompute)
+    layers = list(decoder_layers(model))
+    if tiles > 1:
+        apply_tiled_mlp(layers, tiles)
+    apply_recompute(layers, recompute)
     batch = packed_batch(*random_documents(TOKENS, vocabulary=1000))
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         model.to_empty(device="cpu")
@@ -102,19 +106,27 @@ def measured(model: Any, recompute: Recompute, *, kernels: bool) -> tuple[int, i
     return kept, live.peak
 
 
+def slow(*case: Any) -> Any:
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 CASES = [
-    ("llama-8b", True, True), ("llama-8b", True, False), ("llama-1b", False, True), ("llama-1b", False, False), ("qwen3-4b", True, True),
-    ("qwen3-4b", False, True), ("gemma3-1b", True, True),
+    ("llama-8b", True, True), slow("llama-8b", True, False), slow("llama-1b", False, True), slow("llama-1b", False, False),
+    slow("qwen3-4b", True, True), slow("qwen3-4b", False, True), slow("gemma3-1b", True, True),
 ]  # fmt: skip
 
 
 @pytest.mark.usefixtures("believed")
-@pytest.mark.parametrize("recompute", ["none", 3, "full"], ids=str)
+@pytest.mark.parametrize(
+    ("recompute", "tiles"),
+    [("none", 1), (3, 1), ("full", 1), ("selective", 1), ("full", 4), ("none", 4)],
+    ids=["none", "every 3", "full", "selective", "full, tiles", "tiles"],
+)
 @pytest.mark.parametrize(("shape", "lora", "kernels"), CASES)
-def test_activations_and_peak_are_those_that_live(shape, lora, kernels, recompute):
+def test_activations_and_peak_are_those_that_live(shape, lora, kernels, recompute, tiles):
     model, problem = build(shape, lora=lora, kernels=kernels)
-    kept, peak = measured(model, recompute, kernels=kernels)
-    moments = sizes(problem, MemoryPlan(recompute=recompute, chunk_rows=512, micro_batch=1)).moments
+    kept, peak = measured(model, recompute, kernels=kernels, tiles=tiles)
+    moments = sizes(problem, MemoryPlan(recompute=recompute, tiled_mlp=tiles, chunk_rows=512, micro_batch=1)).moments
     modelled = moments["loss"]["activations"] + loss_gradient_bytes(problem, TOKENS)
     assert modelled == pytest.approx(kept, rel=0.02)
     # what is there before the forward pass, and what a registered operation has for itself alone, is not seen here

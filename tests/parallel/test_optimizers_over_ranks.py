@@ -23,7 +23,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "muon": {"name": "muon", "lr": 1e-2},
 }
 SHARDED = ("adamw, bf16 states", "lion", "muon")
-CASES = [("replicate", n) for n in OPTIMIZERS] + [("shard", n) for n in SHARDED]
+CASES = [*(("replicate", n) for n in ("adamw_8bit", "adafactor")), *(("shard", n) for n in SHARDED)]
 
 
 def three_steps(root: Path, mode: str, name: str, world: World | None = None) -> dict[str, torch.Tensor]:

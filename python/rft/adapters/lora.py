@@ -223,8 +223,9 @@ def initialise(model: Any, cfg: LoraConfig, *, seed: int, local_part=whole) -> A
 
 
 def _start_layer(name: str, layer: Any, cfg: LoraConfig, seed: int, local_part) -> None:
-    base = layer.get_base_layer().weight
-    if (cfg.init in ("pissa", "olora") or cfg.dora) and local_part(base)[0].shape != base.shape:
+    reads_base = cfg.init in ("pissa", "olora") or cfg.dora
+    base = layer.get_base_layer().weight if reads_base else None  # one in fewer bits is made anew by a look at it
+    if base is not None and local_part(base)[0].shape != base.shape:
         what = "adapter.dora" if cfg.dora else f'adapter.init = "{cfg.init}"'
         raise Refused(
             what, "reads whole base weights, which no process holds when sharded", do='set parallel.data = "replicate"'
@@ -250,6 +251,7 @@ def _start_layer(name: str, layer: Any, cfg: LoraConfig, seed: int, local_part) 
         _put(down, torch.zeros(down.shape), local_part)
         _put(up, torch.randn(up.shape, generator=_generator(seed, name)), local_part)
     if cfg.dora and ADAPTER in layer.lora_magnitude_vector:
+        assert base is not None
         magnitude = layer.lora_magnitude_vector[ADAPTER].weight
         rows = base.T if getattr(layer, "fan_in_fan_out", False) else base
         magnitude.copy_(torch.linalg.vector_norm(rows.float(), dim=1).view_as(magnitude))

@@ -24,6 +24,7 @@ from rft.errors import ConfigError, RftError, Stopped, system_reason
 
 COMMANDS = {
     "train": "Fine-tune a model as a TOML file says; run it again to resume",
+    "plan": "Memory, speed and time before anything is loaded, with the reason for each choice",
     "prepare": "Tokenise, mask and store the data ahead of time",
     "data": "Prepared sets: make, pack, show, verify, export, remove",
     "inspect": "Show samples as the model will see them",

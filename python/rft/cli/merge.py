@@ -27,10 +27,17 @@ def command(
     dtype: Annotated[
         Literal["base", "bfloat16", "float16", "float32"], typer.Option("--dtype", help="Type of the result.")
     ] = "base",
+    into: Annotated[
+        Literal["auto", "original", "nf4", "int8"],
+        typer.Option(
+            "--into",
+            help="The base's original weights, or what a base in so few bits stands for. auto: what the run was trained over.",
+        ),
+    ] = "auto",
 ) -> int:
     """Merge an adapter into its base model and write a model folder that transformers loads.
 
-    Original base weights are used, the sum is made in fp32 and rounded once. Memory stays small whatever the model's size.
+    The base is what the run was trained over (de-quantised NF4 or int8, else the original weights), the sum is made in fp32 and rounded once. Memory stays small whatever the model's size.
     """
     import torch
 
@@ -45,12 +52,15 @@ def command(
         target.path / "merged" if target.kind == "run" else target.path.with_name(target.path.name + "-merged")
     )
     config = ModelConfig(path=base) if base else target.model
+    held = target.model.base_weights if into == "auto" else into
+    through = held if held in ("nf4", "int8") else None
     with _progress() as on_tensor:
         result = merge(
             target.adapter,
             out,
             base=config,
             dtype=None if dtype == "base" else getattr(torch, dtype),
+            through=through,  # type: ignore[arg-type]
             on_tensor=on_tensor,
         )
     log.say("base", result.base)

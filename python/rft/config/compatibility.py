@@ -246,10 +246,10 @@ RULES: tuple[Rule, ...] = (
         {"train": {"master": "bfloat16", "precision": "fp32"}},
     ),
     Rule(
-        "FP8 weights that are trained",
+        "weights in fewer bits that are trained",
         ("model.base_weights", "adapter.name"),
-        lambda c: c.model.base_weights == "fp8" and c.adapter.name == "none",
-        "holds frozen weights in FP8, and full fine-tuning freezes none",
+        lambda c: c.model.base_weights != "bf16" and c.adapter.name == "none",
+        "holds frozen weights in fewer bits, and full fine-tuning freezes none",
         'set model.base_weights = "bf16", or train a LoRA (adapter.name = "lora")',
         {"model": {"base_weights": "fp8"}, "adapter": {"name": "none"}},
     ),
@@ -262,18 +262,18 @@ RULES: tuple[Rule, ...] = (
         {"model": {"keep_ends": 2}},
     ),
     Rule(
-        "FP8 weights that are sharded",
+        "weights in fewer bits that are sharded",
         ("model.base_weights", "parallel.data"),
-        lambda c: c.model.base_weights == "fp8" and c.parallel.data == "shard",
+        lambda c: c.model.base_weights != "bf16" and c.parallel.data == "shard",
         "is quantised from whole weights, and no rank holds them when sharded",
         'set parallel.data = "replicate", or model.base_weights = "bf16"',
         {"model": {"base_weights": "fp8"}, "parallel": {"data": "shard"}},
     ),
     Rule(
-        "FP8 weights and what reads whole ones",
+        "weights in fewer bits and what reads whole ones",
         ("model.base_weights", "adapter.dora", "adapter.init"),
         lambda c: (
-            c.model.base_weights == "fp8"
+            c.model.base_weights != "bf16"
             and isinstance(c.adapter, LoraConfig)
             and (c.adapter.dora or c.adapter.init in ("pissa", "olora"))
         ),
@@ -296,6 +296,14 @@ RULES: tuple[Rule, ...] = (
         "applies a gradient as soon as one backward brings it, and a step of several micro-batches has several",
         "set train.accumulate = 1, or leave out optim.in_backward",
         {"optim": {"in_backward": True}, "train": {"accumulate": 2, "max_grad_norm": "none"}},
+    ),
+    Rule(
+        "update in backward, and steps made again",
+        ("optim.in_backward", "train.on_oom"),
+        lambda c: c.optim.in_backward and c.train.on_oom == "replan",
+        "has changed some weights when a backward runs out of memory, so the step cannot be made again",
+        "leave out one of them",
+        {"optim": {"in_backward": True}, "train": {"on_oom": "replan", "max_grad_norm": "none"}},
     ),
     Rule(
         "LoRA+ without LoRA",
@@ -398,7 +406,10 @@ REFUSED_VALUES: tuple[RefusedValue, ...] = (
         ("train.master",), ("bf16", "fp32"), "masters are named in full", 'set train.master = "bfloat16" or "float32"'
     ),
     RefusedValue(
-        ("adapter.name",), ("qlora",), "quantised base weights are not offered yet", 'set adapter.name = "lora"'
+        ("adapter.name",),
+        ("qlora",),
+        "QLoRA is a LoRA over a base in 4 bits",
+        'set adapter.name = "lora" and model.base_weights = "nf4"',
     ),
     RefusedValue(
         ("adapter.name",),

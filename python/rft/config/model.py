@@ -27,8 +27,8 @@ class ModelConfig(Table):
     """Branch, tag or commit of a hub id."""
     attention: Literal["auto", "fa4", "cudnn", "varlen", "flex", "sdpa", "math"] = "auto"
     """How documents are kept apart: `fa4` (flash_attn.cute), `cudnn` (long documents dense, the others varlen), `varlen` (one call), `flex` (soft-cap, sinks), `sdpa` (a call a document), `math` (plain). `auto` takes the first that serves this model here."""
-    base_weights: Literal["bf16", "fp8"] = "bf16"
-    """How frozen weights of the decoder layers are held: `bf16` (as computed with), or `fp8` for LoRA (e4m3 by row, Hopper, Ada and newer; the first and last layer stay)."""
+    base_weights: Literal["bf16", "fp8", "nf4", "int8"] = "bf16"
+    """How frozen weights of the decoder layers are held: `bf16` (as computed with), or `fp8` for LoRA (e4m3 by row, Hopper, Ada and newer; the first and last layer stay), `nf4` (QLoRA: 4.1 bits a number, in bitsandbytes' format) or `int8` (8 bits, a scale a row), quantised while they are read."""
     keep_ends: int | None = Field(None, ge=0, le=1000)
     """Decoder layers at each end that `base_weights = "fp8"` leaves in bf16, where rounding costs the most. Default 1."""
     rope: RopeConfig = RopeConfig()

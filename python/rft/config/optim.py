@@ -18,6 +18,9 @@ from pydantic import (
 
 from rft.config.table import Table
 
+DEFAULT_WARMUP_RATIO = 0.03
+"""Of the steps, where neither `warmup_steps` nor `warmup_ratio` is given."""
+
 
 class _Schedule(Table):
     warmup_steps: NonNegativeInt | None = None
@@ -193,3 +196,15 @@ OptimConfig = Annotated[
     | Annotated[MuonConfig, Tag("muon")],
     Discriminator(_optimizer_name),
 ]
+
+
+def state_bytes_per_number(config: OptimConfig) -> float:
+    """Bytes of optimizer state for each trained number, of large matrices; Muon's embeddings and head take 8."""
+    if isinstance(config, AdamW8bitConfig):
+        return 2 + 2 * 4 / 256
+    if isinstance(config, AdafactorConfig):
+        return 0.01
+    if isinstance(config, MuonConfig):
+        return 4.0
+    size = 4.0 if config.states == "float32" else 2.0
+    return size if isinstance(config, LionConfig) else 2 * size

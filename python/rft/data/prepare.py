@@ -170,6 +170,9 @@ class _Job:
             self.told_slow = True
             reason = counts["slow_tokenizer"]
             log.warn(f"tokenizer: the tokenizers library does the work, many times slower, because {reason}")
+        # A set is found again by what is in its files; they may have other names by now.
+        for told, source in zip(counts.get("sources", []), spec["sources"], strict=False):
+            told["path"] = source["path"]
         report = {**counts, "key": key, "store": store.path, "reused": not made["written"]}
         report["seconds"] = round(time.perf_counter() - began, 3)
         report["paths"] = list(dict.fromkeys(file.config.path for file in files))

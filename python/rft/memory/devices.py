@@ -106,7 +106,7 @@ GPUS: tuple[Gpu, ...] = (
 )
 ACROSS = 45e9
 """Bytes/s of a collective between nodes, per GPU: one 400 Gb/s adapter a GPU, at 90 %."""
-UNKNOWN = replace(_gpu("unknown", 24.0, (8, 0), 125, 0, 20, 0.8, 12, 10))
+UNKNOWN = replace(_gpu("GPU", 24.0, (8, 0), 125, 0, 20, 0.8, 12, 10))
 """Stands in for a GPU that the table does not know; its memory is asked from the driver or given."""
 
 

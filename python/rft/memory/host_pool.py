@@ -110,7 +110,9 @@ class HostPool:
                     break
             else:
                 if buffer.memory is not None:
-                    self._idle.setdefault(buffer.memory.size, []).append((buffer.memory, read or buffer.read))
+                    self._idle.setdefault(buffer.memory.size, []).append(
+                        (buffer.memory, read or buffer.ready or buffer.read)
+                    )
                     buffer.memory = None
                 if buffer.offset is not None:
                     assert self.disk is not None

@@ -6,11 +6,11 @@ from typing import Literal
 
 from rft.memory.plan import Place
 
-RECOMPUTE: tuple[Literal["none", "selective", "full"], ...] = ("none", "full")
+RECOMPUTE: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 """Besides these every n-th layer can always be computed again."""
 EVERY: tuple[int, ...] = (4, 3, 2)
 """Numbers n that are tried for every n-th."""
-OFFLOAD: tuple[Place, ...] = ("none",)
+OFFLOAD: tuple[Place, ...] = ("none", "cpu", "disk")
 """Tried where `memory.offload = "auto"`."""
-TILES: tuple[int, ...] = (1,)
+TILES: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
 """Tiles of an MLP that are tried where `memory.tiled_mlp = "auto"`."""

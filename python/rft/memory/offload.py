@@ -58,8 +58,12 @@ class _Item:
     arrived: Any = None
     """Event: it is there."""
     device: torch.device | None = None
+    used: bool = False
 
     def __del__(self) -> None:
+        if self.arrived is not None and not self.used:
+            # sent for and never asked for (a step that was given up): its memory may not be handed on before the copy into it is done
+            torch.cuda.current_stream(self.device).wait_event(self.arrived)
         if self.buffer is not None:
             self.group.pool.free(self.buffer, self.arrived)
 
@@ -224,6 +228,7 @@ class Offloader:
         assert item.fetched is not None
         if item.arrived is not None:
             torch.cuda.current_stream(self.device).wait_event(item.arrived)
+            item.used = True
         return item.fetched.as_strided(held.size, held.stride)
 
     def _fetch_ahead(self, group: _Group) -> None:

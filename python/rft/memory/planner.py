@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from rft.memory import modes
 from rft.memory.plan import MemoryPlan, Place, Recompute
@@ -75,6 +75,16 @@ class Planned:
     def tokens_per_second(self) -> float:
         """Of one rank."""
         return self.problem.packs * self.problem.seq_len / self.chosen.seconds
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for the run directory: bytes, seconds, tokens."""
+        chosen = self.chosen
+        return {
+            "plan": vars(chosen.plan), "fits": self.fits, "allocated": chosen.sizes.allocated, "beside": chosen.sizes.beside,
+            "peak_bytes": chosen.sizes.peak, "limit_bytes": self.budget, "host_bytes": chosen.sizes.host, "disk_bytes": chosen.sizes.disk,
+            "moment": chosen.sizes.moment, "seconds": chosen.times.parts, "step_seconds": chosen.seconds,
+            "tokens_per_second": self.tokens_per_second, "rates": self.machinery.rates.source, "alternatives": self.nearest(),
+        }  # fmt: skip
 
     def why_micro_batch(self) -> str:
         choice = self.chosen
@@ -225,6 +235,11 @@ def choices(problem: Problem, given: Given, machinery: Machinery) -> Iterator[Ch
                     yield Choice(made, sizes(problem, made), seconds(problem, made, machinery))
 
 
+def fits(problem: Problem, choice: Choice) -> bool:
+    """On the GPU, and what is offloaded into the machine's memory."""
+    return choice.total <= problem.memory_bytes and choice.sizes.host <= (problem.host_bytes or choice.sizes.host)
+
+
 def divisors(number: int) -> list[int]:
     """Of a positive number, ascending."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
@@ -234,7 +249,7 @@ def divisors(number: int) -> list[int]:
 def plan(problem: Problem, given: Given, machinery: Machinery) -> Planned:
     """The fastest that fits; among nearly as fast ones the smallest. Where nothing fits, the smallest, and `fits` is False."""
     every = tuple(choices(problem, given, machinery))
-    fitting = [c for c in every if c.total <= problem.memory_bytes]
+    fitting = [c for c in every if fits(problem, c)]
     if not fitting:
         return Planned(problem, machinery, min(every, key=lambda c: c.total), False, every)
     fastest = min(c.seconds for c in fitting)
@@ -246,6 +261,14 @@ def plan(problem: Problem, given: Given, machinery: Machinery) -> Planned:
 def planned(problem: Problem, chosen: MemoryPlan, given: Given, machinery: Machinery) -> Planned:
     """A plan that is decided already, beside what else there is."""
     made = Choice(chosen, sizes(problem, chosen), seconds(problem, chosen, machinery))
-    return Planned(
-        problem, machinery, made, made.total <= problem.memory_bytes, tuple(choices(problem, given, machinery))
-    )
+    return Planned(problem, machinery, made, fits(problem, made), tuple(choices(problem, given, machinery)))
+
+
+def again(old: Planned, problem: Problem) -> Planned:
+    """The same plans for a problem of which more is known by now."""
+
+    def at(choice: Choice) -> Choice:
+        return Choice(choice.plan, sizes(problem, choice.plan), seconds(problem, choice.plan, old.machinery))
+
+    chosen = at(old.chosen)
+    return Planned(problem, old.machinery, chosen, fits(problem, chosen), tuple(at(a) for a in old.alternatives))

@@ -46,8 +46,12 @@ def apply_recompute(layers: Sequence[nn.Module], recompute: Recompute, offloader
     if marked and (why := why_not(layers)):
         what = f"memory.recompute = {recompute!r}" if chosen else f'memory.offload = "{offloader and offloader.where}"'
         raise Refused(what, why, do='set memory.recompute = "none" and leave out memory.offload')
-    for index in marked:
-        layer: Any = layers[index]
+    for index, module in enumerate(layers):
+        layer: Any = module
+        if index not in marked:
+            if hasattr(layer, "gradient_checkpointing"):
+                layer.gradient_checkpointing = False  # an earlier plan of this run may have marked it
+            continue
         layer.gradient_checkpointing = True
         run: Call = _run_once
         if index in chosen:

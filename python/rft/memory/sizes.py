@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rft.memory.plan import MemoryPlan, Recompute
-from rft.models.describe import Facts
+from rft.models.facts import Facts
 
 GIB = 2**30
 BaseWeights = Literal["bf16", "fp8", "nf4", "int8"]
@@ -24,12 +24,10 @@ SLACK = 0.04
 """Share of what a step allocates that the allocator holds besides: blocks between tensors, of sizes that none asks for at the moment."""
 RING = 3
 """Layers whose kept tensors are on the device at one time when they are offloaded."""
-STATE_BUCKET = 256 * 2**20
-"""Device bytes through which offloaded states pass."""
+STATE_BUCKETS = 3 * 256 * 2**20
+"""Device bytes through which offloaded states pass (optim/home.py)."""
 BUCKETS = 5 * 32 * 2**20
 """fp32 gradients in flight between replicas (parallel/replicate.py)."""
-MOMENT_BYTES: dict[str, float] = {"adamw": 2.0}
-"""Optimizer states of a trained weight, by optimizer: in units of the bytes of a master for plain ones."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,8 @@ class Problem:
     """Bytes of a number of the computation."""
     master_itemsize: int = 4
     base: BaseWeights = "bf16"
-    optimizer: str = "adamw"
+    moment_bytes: float = 8.0
+    """Optimizer states of a trained number."""
     attention: str = "varlen"
     shards: int = 1
     """Ranks that share weights, gradients and states; 1: each has all."""
@@ -60,6 +59,8 @@ class Problem:
     document_tokens: float | None = None
     """Length of the document that a token is in, on average; None: as long as a pack."""
     context_bytes: int = 600 * 2**20
+    host_bytes: int | None = None
+    """Of the machine's memory that may be pinned for this rank; None: as much as it takes."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,6 @@ def state_bytes(problem: Problem) -> dict[str, int]:
     base = frozen_bytes(problem, frozen)
     split = size != kept and problem.shards == 1  # FSDP2 keeps masters alone and gathers copies
     copy = size if split else kept
-    moments = MOMENT_BYTES.get(problem.optimizer, 2.0) * kept
     masters = trained * kept if split else 0
     shares = problem.shards
     weights = base + (trained * copy if problem.trained_in_full else 0)
@@ -114,7 +114,7 @@ def state_bytes(problem: Problem) -> dict[str, int]:
         "weights": weights // shares,
         "adapter": adapter * copy // shares,
         "gradients": trained * kept // shares,
-        "optimizer": int(masters + trained * moments) // shares,
+        "optimizer": int(masters + trained * problem.moment_bytes) // shares,
     }
 
 
@@ -213,16 +213,20 @@ def sizes(problem: Problem, plan: MemoryPlan) -> Sizes:
     embedding = dense if problem.trained_in_full and not plan.in_backward else 0
     # plain torch scales the gradient of the head's weight into a new one, and casts that
     scaled = 0 if problem.kernels or not problem.trained_in_full else f.vocab_size * f.hidden_size * (4 + size % 4)
-    made_again = a_layer - stream if again else 0
+    made_again = a_layer - kept if again else 0
     last_again = made_again if again and _last_is_recomputed(plan.recompute, L) else 0
     if plan.offload_states != "none":
         states, moved = _offloaded_states(states)
-        host += moved if plan.offload_states == "cpu" else min(moved, STATE_BUCKET)
+        host += moved if plan.offload_states == "cpu" else min(moved, STATE_BUCKETS)
         disk += moved if plan.offload_states == "disk" else 0
-    gradients = states.pop("gradients")
+    gradients = states.pop("gradients") - _narrow(problem, plan)
     if plan.in_backward:
-        gradients //= max(L, 1)
+        gradients = min(
+            gradients, max(f.vocab_size * f.hidden_size, f.hidden_size * f.intermediate_size) * problem.master_itemsize
+        )
     before = gradients if plan.micro_batch < problem.packs else 0  # those of earlier micro-batches
+    # kept outputs of attention are let go when the backward pass is over
+    held = L * (kept - stream) if plan.recompute == "selective" and plan.offload == "none" else 0
     moments = {
         "loss": {
             **states, "gradients": before, "activations": activations, "loss": loss_bytes(problem, tokens, plan.chunk_rows),
@@ -232,15 +236,24 @@ def sizes(problem: Problem, plan: MemoryPlan) -> Sizes:
             "loss": loss_gradient_bytes(problem, tokens) + scaled,
         },
         "update": {
-            **states, "gradients": gradients - _not_there_yet(problem, plan), "activations": a_layer, "backward of a layer": transient,
+            **states, "gradients": gradients - _not_there_yet(problem, plan), "activations": a_layer + held, "backward of a layer": transient,
         },
-        "embedding": {**states, "gradients": gradients, "activations": stream, "backward of a layer": embedding},
+        "embedding": {**states, "gradients": gradients, "activations": stream + held, "backward of a layer": embedding},
     }  # fmt: skip
     moment, allocated = max(moments.items(), key=lambda item: sum(item[1].values()))
     allocated = {name: count for name, count in allocated.items() if count}
     slack = int(SLACK * (sum(allocated.values()) - states["weights"]))
     beside = {"slack": slack, "context": problem.context_bytes}
     return Sizes(allocated, beside, host, disk, moment, moments, layer)
+
+
+def _narrow(problem: Problem, plan: MemoryPlan) -> int:
+    """Bytes that gradients save in the compute type: those that a step brings in one part (training/setup.py, `added_once`)."""
+    alone = problem.shards == problem.replicas == 1 and plan.micro_batch >= problem.packs
+    if not (problem.trained_in_full and alone and problem.itemsize < problem.master_itemsize):
+        return 0
+    head = problem.facts.vocab_size * problem.facts.hidden_size
+    return max(0, problem.facts.num_trained - head) * (problem.master_itemsize - problem.itemsize)
 
 
 def _not_there_yet(problem: Problem, plan: MemoryPlan) -> int:
@@ -251,7 +264,8 @@ def _not_there_yet(problem: Problem, plan: MemoryPlan) -> int:
     table = f.vocab_size * f.hidden_size
     layer = (f.num_trained - table * (1 if f.is_tied else 2)) // max(f.num_layers, 1)
     numbers = (0 if f.is_tied else table) + max(0, layer - f.hidden_size * f.intermediate_size)
-    return numbers * problem.master_itemsize // problem.shards
+    size = problem.itemsize if _narrow(problem, plan) else problem.master_itemsize
+    return numbers * size // problem.shards
 
 
 def _last_is_recomputed(recompute: Recompute, num_layers: int) -> bool:
@@ -260,7 +274,7 @@ def _last_is_recomputed(recompute: Recompute, num_layers: int) -> bool:
 
 
 def _offloaded_states(states: dict[str, int]) -> tuple[dict[str, int], int]:
-    moved = max(0, states["optimizer"] - STATE_BUCKET)
+    moved = max(0, states["optimizer"] - STATE_BUCKETS)
     return {**states, "optimizer": states["optimizer"] - moved}, moved
 
 
@@ -271,9 +285,12 @@ def backward_bytes(problem: Problem, tokens: int, tiles: int = 1) -> int:
     fused = problem.kernels and not problem.trained_in_full
     wide = 3 if fused else 2
     rows = math.ceil(tokens / tiles)
-    inner = rows * f.intermediate_size * (wide if tiles == 1 else wide + 2)  # tiles make gate and up again
+    again = 0 if tiles == 1 else 1 if fused else 2 if problem.kernels else 4  # of a piece, besides
+    inner = rows * f.intermediate_size * (wide + again)
     streams = (3 if fused else 1) + max(0, round(f.norm_width / f.hidden_size) - 2)  # norms behind the MLP
-    return (inner + streams * tokens * f.hidden_size) * size
+    # pieces add up the gradients of their weights in fp32
+    sums = 3 * f.hidden_size * f.intermediate_size * 4 if tiles > 1 and problem.trained_in_full else 0
+    return (inner + streams * tokens * f.hidden_size) * size + sums
 
 
 def loss_gradient_bytes(problem: Problem, tokens: int) -> int:

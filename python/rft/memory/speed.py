@@ -80,8 +80,8 @@ def seconds(problem: Problem, plan: MemoryPlan, machinery: Machinery) -> Times:
     linear = passes * tokens * (frozen - quantised) / plain_rate + passes * tokens * quantised / (r.fp8 or 1.0)
     if problem.trained_in_full:
         linear += (passes + 2) * tokens * trained / plain_rate
-    if plan.tiled_mlp > 1 and share < 1:
-        linear += (1 - share) * 2 * tokens * 3 * f.hidden_size * f.intermediate_size * L / plain_rate
+    if plan.tiled_mlp > 1:  # forward once more, within the backward
+        linear += 2 * tokens * 3 * f.hidden_size * f.intermediate_size * L / plain_rate
     parts["linears"] = linear
 
     length = min(problem.document_tokens or problem.seq_len, problem.seq_len)
@@ -110,7 +110,9 @@ def seconds(problem: Problem, plan: MemoryPlan, machinery: Machinery) -> Times:
     parts = {name: value * count for name, value in parts.items()}
 
     states = state_bytes(problem)
-    update = f.num_trained / problem.shards * (4 + 3 * 2 * problem.master_itemsize + problem.itemsize)
+    update = (
+        f.num_trained / problem.shards * (4 + 2 * problem.master_itemsize + 2 * problem.moment_bytes + problem.itemsize)
+    )
     parts["update"] = update / r.memory
     if plan.offload_states != "none":
         link = r.host if plan.offload_states == "cpu" else min(r.host, machinery.disk)

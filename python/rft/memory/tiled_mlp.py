@@ -22,7 +22,8 @@ MULTIPLE = 16
 
 
 def apply_tiled_mlp(layers: Sequence[nn.Module], tiles: int) -> tuple[int, dict[str, int]]:
-    """Make the gated MLP of each decoder layer compute in `tiles` pieces, in place. (how many, why others were left -> how many layers)."""
+    """Make the gated MLP of each decoder layer compute in `tiles` pieces, in place; 1: whole, as it was.
+    (how many, why others were left -> how many layers)."""
     count = 0
     left: dict[str, int] = {}
     for layer in layers:
@@ -31,9 +32,17 @@ def apply_tiled_mlp(layers: Sequence[nn.Module], tiles: int) -> tuple[int, dict[
             why = f"{type(layer).__name__} has no gated MLP whose rows are independent"
             left[why] = left.get(why, 0) + 1
         for module in found:
-            module.forward = _TiledForward(module, module.forward, tiles)  # type: ignore[method-assign]
+            _set_tiles(module, tiles)
         count += bool(found)
     return count, left
+
+
+def _set_tiles(module: nn.Module, tiles: int) -> None:
+    now = module.__dict__.get("forward")
+    if isinstance(now, _TiledForward):
+        now.tiles = tiles
+    elif tiles > 1:
+        module.forward = _TiledForward(module, module.forward, tiles)  # type: ignore[method-assign]
 
 
 def pieces_of(tokens: int, tiles: int) -> list[tuple[int, int]]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from rft import quant
 from rft.kernels import fp8
@@ -42,9 +43,8 @@ def why_not_fused(module: nn.Module) -> str | None:
         return f"it is a variant of LoRA ({', '.join(variants)})"
     if any(peft.lora_bias.get(a, False) for a in names):
         return "its adapter has a bias of its own"
-    others = sorted(
-        {type(d).__name__ for a in names if type(d := peft.lora_dropout[a]) not in (nn.Dropout, nn.Identity)}
-    )
+    kinds = {type(peft.lora_dropout[a]) for a in names} - {nn.Dropout, nn.Identity}
+    others = sorted(kind.__name__ for kind in kinds)
     return f"its dropout is a {', '.join(others)}" if others else None
 
 
@@ -93,9 +93,46 @@ def hooked(module: nn.Module) -> bool:
 def apply_linears(x: Tensor, modules: Sequence[nn.Module], quantised: fp8.Rows | None = None) -> tuple[Tensor, ...]:
     """Every module of x; those that can be read together, the others by themselves. quantised: x for FP8 weights, if it is known."""
     known = [read(module) for module in modules]
+    if len(modules) > 1 and all(_is_trained(m, x) for m in modules):
+        return _Trained.apply(x, len(modules), *(m.weight for m in modules), *(m.bias for m in modules))  # type: ignore[no-any-return]
     together = [k for k in known if k is not None and fits(k, x)]
     outs = iter(lora_linears(x, together, quantised) if together else ())
     return tuple(next(outs) if fits(k, x) else m(x) for m, k in zip(modules, known, strict=True))
+
+
+def _is_trained(module: nn.Module, x: Tensor) -> bool:
+    """Whether it is a plain linear whose weight gets a gradient, and nothing around it changes what it does."""
+    if type(module) is not nn.Linear or hooked(module) or torch.is_autocast_enabled(x.device.type):
+        return False
+    weight = module.weight
+    return type(weight) in (nn.Parameter, Tensor) and weight.requires_grad and weight.dtype == x.dtype
+
+
+class _Trained(torch.autograd.Function):
+    """Linears of one input, as F.linear computes each; the gradient of the input is summed by the products themselves."""
+
+    @staticmethod
+    def forward(ctx, x, number, *flat):
+        weights, biases = flat[:number], flat[number:]
+        ctx.save_for_backward(x, *weights)
+        ctx.has_bias = [b is not None for b in biases]
+        ctx.set_materialize_grads(False)
+        return tuple(nn.functional.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *dys):
+        x, *weights = ctx.saved_tensors
+        rows = x.reshape(-1, x.shape[-1])
+        d_rows, d_weights, d_biases = None, [], []
+        for index, (dy, weight) in enumerate(zip(dys, weights, strict=True)):
+            needs_weight, needs_bias = (ctx.needs_input_grad[2 + index + i * len(weights)] for i in (0, 1))
+            dy = None if dy is None else dy.reshape(-1, dy.shape[-1])
+            if dy is not None and ctx.needs_input_grad[0]:
+                d_rows = dy @ weight if d_rows is None else d_rows.addmm_(dy, weight)
+            d_weights.append(dy.t() @ rows if dy is not None and needs_weight else None)
+            d_biases.append(dy.sum(0) if dy is not None and needs_bias and ctx.has_bias[index] else None)
+        return None if d_rows is None else d_rows.view(x.shape), None, *d_weights, *d_biases
 
 
 def holds_fp8(module: nn.Module) -> bool:

@@ -6,12 +6,13 @@ its kind: another one would move the frequencies that it knows. base (`rope_thet
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from rft.config.model import RopeConfig
 from rft.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 PLAIN = "default"
 AUTO = {PLAIN: "yarn"}

@@ -192,7 +192,12 @@ def _from_directory(directory: Path, cfg: ModelConfig, hub_id: str | None = None
     config = read_config(directory, cfg)
     _refuse_what_is_not_text(directory, config)
     kind: Literal["hub", "directory"] = "hub" if hub_id else "directory"
-    reader = SafetensorsReader(directory)
+    reader: TensorReader = SafetensorsReader(directory)
+    if _quantised_by(config):
+        from rft.models.bitsandbytes_files import BitsandbytesReader
+
+        reader = BitsandbytesReader(reader, str(directory))
+        del config.quantization_config  # what is built, and saved, holds plain weights
     _check_layers(directory, config, len(reader.names()))
     return ModelSource(kind, directory, config, reader, hub_id, cfg.revision)
 
@@ -300,19 +305,23 @@ def _refuse_what_is_not_text(directory: Path, config: Any) -> None:
             f"{names} is a multimodal checkpoint; training its text part alone is not built yet",
             do="use the text-only checkpoint of the same family",
         )
-    quantised = getattr(config, "quantization_config", None)
-    if quantised:
-        method = (
-            quantised.get("quant_method", "unknown")
-            if isinstance(quantised, dict)
-            else getattr(quantised, "quant_method", "unknown")
-        )
+    method = _quantised_by(config)
+    if method not in (None, "bitsandbytes"):
         raise ModelError(
             str(directory),
-            f"its weights are stored quantised ({getattr(method, 'value', method)})",
-            wanted="a checkpoint in bf16, fp16 or fp32",
+            f"its weights are stored quantised ({method})",
+            wanted="a checkpoint in bf16, fp16 or fp32, or one in NF4 or int8 by bitsandbytes",
             do="use the unquantised model",
         )
+
+
+def _quantised_by(config: Any) -> str | None:
+    """How the weights of a checkpoint are quantised, by its config; None: they are not."""
+    how = getattr(config, "quantization_config", None)
+    if not how:
+        return None
+    method = how.get("quant_method", "unknown") if isinstance(how, dict) else getattr(how, "quant_method", "unknown")
+    return str(getattr(method, "value", method))
 
 
 def _weight_map(directory: Path) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rft.config.optim import AdafactorConfig, AdamW8bitConfig, AdamWConfig, LionConfig, MuonConfig
-from rft.optim.build import build, state_bytes_per_number
+from rft.optim.build import build
 from rft.optim.clip import clip_factor, grad_norm
 from rft.optim.home import Home
 from rft.optim.optimizer import Optimizer
@@ -17,4 +17,4 @@ BUILDERS = {
     MuonConfig: build,
 }
 
-__all__ = ["BUILDERS", "Home", "Optimizer", "Schedule", "clip_factor", "grad_norm", "state_bytes_per_number"]
+__all__ = ["BUILDERS", "Home", "Optimizer", "Schedule", "clip_factor", "grad_norm"]

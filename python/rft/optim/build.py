@@ -121,15 +121,3 @@ RULES: dict[type, Callable[[Any, torch.device, frozenset[str]], RuleOf]] = {
     LionConfig: _lion,
     MuonConfig: _muon,
 }
-
-
-def state_bytes_per_number(config: OptimConfig) -> float:
-    """Bytes of optimizer state for each trained number, of large matrices; Muon's embeddings and head take 8."""
-    if isinstance(config, AdamW8bitConfig):
-        return 2 + 2 * 4 / 256
-    if isinstance(config, AdafactorConfig):
-        return 0.01
-    if isinstance(config, MuonConfig):
-        return 4.0
-    size = 4.0 if config.states == "float32" else 2.0
-    return size if isinstance(config, LionConfig) else 2 * size

@@ -41,6 +41,8 @@ class Optimizer:
     ):
         self.param_groups = groups
         self.in_backward = in_backward
+        self.updating = False
+        """Whether a step was begun and has not ended: some weights may be changed, others not."""
         self._home = home
         self._noise = Noise(seed)
         self._parameters: dict[str, nn.Parameter] = {}
@@ -79,8 +81,17 @@ class Optimizer:
 
         factor: scalar on the device by which all gradients are multiplied first (clip.py).
         """
-        for group in self.param_groups:
-            self._update(group, [name for name in group["names"] if self._parameters[name].grad is not None], factor)
+        arrived = [
+            (group, [name for name in group["names"] if self._parameters[name].grad is not None])
+            for group in self.param_groups
+        ]
+        for group, names in arrived:  # all states first: where memory runs out here, nothing was changed yet
+            for name in names:
+                self._allocate(group["rule"], name)
+        self.updating = True
+        for group, names in arrived:
+            self._update(group, names, factor)
+        self.updating = False
 
     def zero_grad(self) -> None:
         for parameter in self._parameters.values():

@@ -6,11 +6,16 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from rft.config.optim import ConstantSchedule, CosineSchedule, LinearSchedule, ScheduleConfig, WsdSchedule
+from rft.config.optim import (
+    DEFAULT_WARMUP_RATIO,
+    ConstantSchedule,
+    CosineSchedule,
+    LinearSchedule,
+    ScheduleConfig,
+    WsdSchedule,
+)
 from rft.errors import ConfigError
 from rft.words import counted
-
-DEFAULT_WARMUP_RATIO = 0.03
 
 
 def warmup_steps(config: ScheduleConfig, total_steps: int) -> int:

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from rft import log
 from rft.checkpoint.load import Checkpoint, open_checkpoint
 from rft.config.load import load_config
@@ -19,7 +17,9 @@ from rft.errors import RftError, TrainingError, system_reason
 from rft.parallel.collectives import broadcast_json
 from rft.parallel.mesh import World, join_world, leave_world
 from rft.training import headline
+from rft.training.known import remember
 from rft.training.loop import train as train_run
+from rft.training.replan import ran_out
 from rft.training.result import Result
 from rft.training.resume import LOG, RunLock, Start, begin, take_run_dir
 from rft.training.rundir import write_run_files
@@ -89,8 +89,7 @@ def _memory_is_told(world: World) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        ran_out = isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
-        if not ran_out:
+        if not ran_out(error):
             raise
         raise TrainingError(
             "memory of the GPU" if world.device.type == "cuda" else "memory of this machine",
@@ -110,6 +109,8 @@ def _train_in(
 ) -> Result:
     began = time.perf_counter()
     job = inspect_job(config, world)
+    if world.rank == 0:
+        remember(config, world.world_size, job.known)
     headline.tell_machine(job.machine)
     headline.tell_model(job)
     add_data(job, rows)

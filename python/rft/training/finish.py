@@ -8,7 +8,7 @@ from rft.training.recorder import Recorder
 from rft.training.result import Result
 from rft.training.resume import mark_finished
 from rft.training.run import Run
-from rft.training.rundir import write_stream_counts
+from rft.training.rundir import PLAN, write_json, write_stream_counts
 from rft.training.state import load_weights
 from rft.words import counted
 
@@ -28,7 +28,25 @@ def finish(run: Run, recorder: Recorder) -> Result:
         write_stream_counts(run)
         mark_finished(run.run_dir, result.to_json())
         tell(run, result)
+        compare_with_plan(run, result)
     return result
+
+
+def compare_with_plan(run: Run, result: Result) -> None:
+    """What was planned beside what was measured, on the terminal and in plan.json. Nothing on a CPU, which is not planned for."""
+    if run.planned is None:
+        return
+    planned, ranks = run.planned, run.world_size
+    speed, measured = planned.tokens_per_second * ranks, result.tokens_per_second
+    table = {
+        "planned": planned.to_json(),
+        "measured": {"peak_bytes": result.memory_peak_bytes, "tokens_per_second": measured, "ranks": ranks},
+    }
+    write_json(run.run_dir / PLAN, table)
+    words = f"peak {planned.chosen.sizes.peak / 2**30:.1f} GiB, measured {result.memory_peak_bytes / 2**30:.1f}"
+    if measured is not None:
+        words += f" · {speed:,.0f} tok/s, measured {measured:,.0f}"
+    log.say("planned", words)
 
 
 def write_final(run: Run) -> None:

@@ -13,6 +13,7 @@ from rft.config.adapter import LoraConfig
 from rft.data.prepare import describe as describe_data
 from rft.data.prepare import report_with_plan
 from rft.data.streaming import StreamLoader
+from rft.memory.planner import Planned
 from rft.training.live import duration
 from rft.training.machine import Machine
 from rft.training.run import Run
@@ -81,7 +82,25 @@ def plan_sentence(run: Run) -> str:
         parts.append("sharded" if config.parallel.data == "shard" else "replicated")
     schedule = config.optim.schedule
     parts.append(f"{schedule.name} from {config.optim.lr:g}, warm-up {run.schedule.warmup}")
+    if run.planned is not None:
+        parts += expected(run.planned, run.world_size, run.total_steps - run.state.step)
     return " · ".join(parts)
+
+
+def expected(planned: Planned, world_size: int, steps: int) -> list[str]:
+    """Memory, speed and time of so many steps, as planned."""
+    plan, chosen = planned.chosen.plan, planned.chosen
+    every = f"every {plan.recompute}" if isinstance(plan.recompute, int) else plan.recompute
+    saved = [f"recompute {every}"]
+    if plan.offload != "none":
+        saved.append(f"offload to {plan.offload}")
+    if plan.tiled_mlp > 1:
+        saved.append(f"MLPs in {plan.tiled_mlp} tiles")
+    return [
+        *saved,
+        f"peak {chosen.sizes.peak / 2**30:.1f} GiB of {planned.budget / 2**30:.0f}",
+        f"about {planned.tokens_per_second * world_size:,.0f} tok/s, {duration(steps * chosen.seconds)}",
+    ]
 
 
 FEW_STEPS = 10

@@ -20,26 +20,13 @@ from rft.errors import TrainingError
 from rft.losses import NEXT_TOKEN
 from rft.models.finite import useless_numbers
 from rft.parallel.collectives import sum_tensor_over_ranks
+from rft.training.trackers import NUMBERS
 
 if TYPE_CHECKING:
     from rft.models.source import ModelSource
     from rft.training.evaluate import Evaluation
     from rft.training.run import Run
     from rft.training.step import StepResult
-
-NUMBERS = (
-    "epoch",
-    "loss",
-    "router_aux_loss",
-    "grad_norm",
-    "lr",
-    "tokens",
-    "label_tokens",
-    "tokens_per_second",
-    "mfu",
-    "memory_peak_bytes",
-)
-"""Numbers of a line, where it has them; trackers are sent these too."""
 
 
 class MetricsFile:

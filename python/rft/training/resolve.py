@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from rft.config.adapter import LoraConfig
+from rft.config.optim import DEFAULT_WARMUP_RATIO, state_bytes_per_number
 from rft.config.root import Config
 from rft.errors import ConfigError
 from rft.memory import planner
@@ -15,9 +16,8 @@ from rft.memory.devices import find_gpu, rates_of
 from rft.memory.plan import MemoryPlan
 from rft.memory.sizes import GIB, Problem, state_bytes
 from rft.memory.speed import Machinery
-from rft.models.describe import Facts
+from rft.models.facts import Facts
 from rft.models.rope import asked
-from rft.optim.schedule import DEFAULT_WARMUP_RATIO
 from rft.training.decision import Decision
 from rft.training.machine import Machine
 
@@ -113,8 +113,6 @@ def resolve(
     if config.train.accumulate is None and config.train.tokens_per_step is None:
         deciding.set("train.tokens_per_step", DEFAULT_TOKENS_PER_STEP, "default; at least one pack a rank")
     _decide_memory(deciding, config, facts, machine, kernels, isolates, can_recompute)
-    if config.memory.tiled_mlp == "auto" and "tiled_mlp" not in deciding.changes.get("memory", {}):
-        deciding.set("memory.tiled_mlp", 1, "MLPs fit as a whole")
     if machine.kind == "cpu" and config.train.deterministic == "auto":
         deciding.set("train.deterministic", True, "a CPU always is")
     _check_micro_batch(deciding, config, facts, machine)
@@ -264,6 +262,13 @@ def _check_optim(deciding: _Deciding, config: Config, machine: Machine) -> None:
             wanted="one process",
             do="leave out optim.in_backward",
         )
+    if config.train.on_oom == "replan" and machine.world_size > 1:
+        raise ConfigError(
+            'train.on_oom = "replan"',
+            f"one of {machine.world_size} processes that makes its step again would leave the others waiting in theirs",
+            wanted="one process",
+            do="leave out train.on_oom; `rft plan` says what fits",
+        )
     mode = deciding.changes.get("parallel", {}).get("data", config.parallel.data)
     if config.memory.offload_states != "none" and mode == "shard" and machine.world_size > 1:
         raise ConfigError(
@@ -349,15 +354,19 @@ def memory_problem(
         assert train.tokens_per_step is not None
         packs = math.ceil(math.ceil(train.tokens_per_step / config.data.seq_len) / machine.world_size)
         packs = max(1, packs) if given is None else math.ceil(max(1, packs) / given) * given
-    limit = machine.memory_bytes if memory.limit is None else min(machine.memory_bytes, int(memory.limit * GIB))
     rates = rates_of(machine.device_name)
+    context = rates.context if machine.kind == "cuda" else 0
+    limit = machine.memory_bytes
+    if memory.limit is not None and int(memory.limit * GIB) < machine.memory_bytes - context:
+        limit, context = int(memory.limit * GIB), 0  # of tensors: the context is beside them
     problem = Problem(
         facts=facts,
         seq_len=config.data.seq_len,
         packs=packs,
         memory_bytes=limit,
         kernels=kernels,
-        context_bytes=rates.context if machine.kind == "cuda" else 0,
+        context_bytes=context,
+        host_bytes=machine.host_bytes,
         **_held(config),
         **_ranks(config, machine),
     )
@@ -366,6 +375,8 @@ def memory_problem(
         for key in ("recompute", "offload", "tiled_mlp", "offload_states")
         if key in type(memory).model_fields
     }
+    if facts.is_moe and chosen.get("tiled_mlp") is None:
+        chosen["tiled_mlp"] = 1  # experts are no MLP whose rows are independent
     in_backward = bool(getattr(config.optim, "in_backward", False))
     question = planner.Given(
         micro_batch=given,
@@ -386,15 +397,21 @@ def machinery_of(machine: Machine, rates: Any = None) -> Machinery:
 
 
 def planned_for(
-    config: Config, facts: Facts, machine: Machine, *, kernels: bool, can_recompute: bool, isolates: bool, **data: Any
+    config: Config,
+    facts: Facts,
+    machine: Machine,
+    *,
+    kernels: bool,
+    can_recompute: bool,
+    isolates: bool,
 ) -> planner.Planned:
-    """What the planner expects of a resolved config, beside what else there would be. data: label_share, document_tokens."""
+    """What the planner expects of a resolved config, beside what else there would be."""
     auto = config.model_copy(update={"memory": config.memory.model_copy(update={"recompute": "auto"})})
     one = _one_pack_reason(config, isolates) is not None
     problem, given, machinery = memory_problem(
         auto, facts, machine, kernels=kernels, can_recompute=can_recompute, one_pack=one
     )
-    return planner.planned(replace(problem, **data), MemoryPlan.of(config), given, machinery)
+    return planner.planned(problem, MemoryPlan.of(config), given, machinery)
 
 
 def _held(config: Config) -> dict[str, Any]:
@@ -405,7 +422,7 @@ def _held(config: Config) -> dict[str, Any]:
         "itemsize": size,
         "master_itemsize": 4 if config.train.master == "float32" or size == 4 else 2,
         "base": config.model.base_weights,
-        "optimizer": config.optim.name,
+        "moment_bytes": state_bytes_per_number(config.optim),
         "attention": config.model.attention,
     }
 

@@ -19,23 +19,19 @@ from rft.adapters.lora import initialise, inject, train_everything
 from rft.checkpoint.load import Checkpoint
 from rft.config.adapter import LoraConfig
 from rft.config.root import Config
-from rft.data.folder import default_root
 from rft.data.loader import Loader
 from rft.data.prepare import Prepared, prepare
 from rft.data.streaming import Readers, StreamedSet, StreamLoader
 from rft.errors import ConfigError, Refused
 from rft.losses import SftLoss
-from rft.memory.disk import DiskFile
-from rft.memory.host_pool import HostPool
-from rft.memory.offload import Offloader
+from rft.memory import planner
 from rft.memory.planner import Planned
-from rft.memory.recompute import apply_recompute
 from rft.memory.recompute import why_not as why_no_recompute
-from rft.memory.tiled_mlp import apply_tiled_mlp
-from rft.models.attention import NAME, choose_backend, install_attention, why_not_kept
+from rft.models.attention import choose_backend, install_attention
 from rft.models.aux_loss import RouterLoss
 from rft.models.backbone import Backbone, decoder_layers
-from rft.models.describe import Facts, describe
+from rft.models.describe import describe
+from rft.models.facts import Facts
 from rft.models.head import KERNEL_ALLOWED, Head, auto_chunk_rows, compare_kernel
 from rft.models.load import build_meta, find_model, materialise
 from rft.models.probe import Probed, probe_architecture, require_packing
@@ -50,15 +46,18 @@ from rft.parallel.apply import apply_replicate, parallelize
 from rft.parallel.collectives import broadcast_json
 from rft.parallel.fsdp import local_part
 from rft.parallel.mesh import World
+from rft.quant.packed import Packed, place
 from rft.ranks import plain_number
 from rft.training.decision import Decision
 from rft.training.flops import count_flops
-from rft.training.machine import Machine, free_host_bytes, inspect_machine, limit_threads
+from rft.training.known import Known
+from rft.training.machine import Machine, inspect_machine, limit_threads
+from rft.training.memory_modes import offload_folder, save_memory
+from rft.training.replan import Replanner
 from rft.training.resolve import (
     plan_packs_per_step,
     plan_total_steps,
     planned_for,
-    resolve,
     resolve_for_data,
     resolve_precision,
     resolve_rope,
@@ -71,8 +70,6 @@ from rft.training.state import TrainState, resume_state
 from rft.training.trackers import check_trackers
 from rft.training.trainee import Trainee
 
-HOST_SHARE = 0.8
-"""Of the host memory that is free at the start: what offloading may take where the config does not say."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -91,6 +88,7 @@ class Job:
     """Trained parameters that this architecture computes with in fp32 in any case."""
     facts: Facts
     probed: Probed
+    known: Known
     receipts: Receipts = field(default_factory=Receipts)
     decisions: list[Decision] = field(default_factory=list)
     prepared: Prepared | None = None
@@ -168,17 +166,16 @@ def inspect_job(config: Config, world: World, *, kernels: bool | None = None) ->
         world.device.type, facts.vocab_size, kernels=not no_kernels, head_trained=head_trained, itemsize=itemsize
     )
     can_recompute = not why_no_recompute(list(decoder_layers(model)))
-    config, more = resolve(
-        config,
-        facts,
-        machine,
+    known = Known(
+        facts=facts,
+        machine=machine,
         attention=choose_backend(config.model.attention, world.device, compute_dtype, probed.needs),
         chunk_rows=rows,
-        store=str(default_root()),
         kernels=not no_kernels,
         isolates=probed.isolates,
         can_recompute=can_recompute,
     )
+    config, more = known.resolve(config)
     planned = None
     if machine.kind == "cuda":
         planned = planned_for(
@@ -202,15 +199,8 @@ def inspect_job(config: Config, world: World, *, kernels: bool | None = None) ->
         decisions=[*decisions, *more],
         kernels=not no_kernels,
         planned=planned,
+        known=known,
     )
-
-
-def resolve_without_weights(config: Config) -> tuple[Config, list[Decision]]:
-    """The config as a run on this machine would have it, and why; reads neither weights nor data."""
-    from rft.parallel.mesh import join_world
-
-    job = inspect_job(config, join_world())
-    return job.config, job.decisions
 
 
 def add_data(job: Job, rows: Iterable[dict[str, Any]] | None) -> None:
@@ -222,16 +212,17 @@ def add_data(job: Job, rows: Iterable[dict[str, Any]] | None) -> None:
     seq_len = job.config.data.seq_len
     assert seq_len is not None
     if isinstance(job.prepared.train, StreamedSet):
-        # No document is known yet; none is longer than a pack.
-        longest = float(seq_len)
-        job.config, decisions = resolve_for_data(job.config, job.machine, longest, job.facts.is_moe)
-        job.decisions += decisions
-        return
-    lengths = np.minimum(job.prepared.train.lengths().astype(np.float64), seq_len)
-    job.config, decisions = resolve_for_data(
-        job.config, job.machine, float((lengths**2).sum() / lengths.sum()), job.facts.is_moe
-    )
+        mean_length = float(seq_len)  # no document is known yet; none is longer than a pack
+    else:
+        lengths = np.minimum(job.prepared.train.lengths().astype(np.float64), seq_len)
+        mean_length = float((lengths**2).sum() / lengths.sum())
+    job.config, decisions = resolve_for_data(job.config, job.machine, mean_length, job.facts.is_moe)
     job.decisions += decisions
+    if job.planned is not None:
+        counts = job.prepared.report["train"]
+        labelled = counts.get("trained_tokens", 0) / max(counts.get("tokens", 0), 1)
+        problem = replace(job.planned.problem, label_share=labelled or 1.0, document_tokens=mean_length)
+        job.planned = planner.again(job.planned, problem)
 
 
 def stream_readers(world: World) -> Readers:
@@ -286,6 +277,8 @@ def build_run(job: Job, run_dir: Path, checkpoint: Checkpoint | None) -> Run:
         flops=count_flops(trainee.model, job.facts),
         device_name=job.machine.device_name,
         receipts=job.receipts.to_json(),
+        planned=job.planned,
+        replanner=Replanner(job, run_dir),
     )
     seed_everything(
         config.train.seed + job.world.rank
@@ -330,7 +323,10 @@ def build_trainee(job: Job, run_dir: Path | None = None) -> Trainee:
     if job.mode != "none":
         how = {"shard": "FSDP2, a group a layer", "replicate": "gradients summed in fp32 during the backward"}[job.mode]
         job.receipts.apply(f"parallel {job.mode}", 1, 1, f"{world.world_size} ranks, {how}")
+    packed = pack_base(job, layers) if config.model.base_weights in ("nf4", "int8") else None
     materialise(model, job.source, world.device, root=trainee, local_part=local_part)
+    if packed is not None:
+        tell_packed(job, packed)
     settle_dynamic(model, config.model.rope.target_length)
     if isinstance(config.adapter, LoraConfig):
         initialise(model, config.adapter, seed=config.train.seed, local_part=local_part)
@@ -341,52 +337,31 @@ def build_trainee(job: Job, run_dir: Path | None = None) -> Trainee:
     return trainee.train()
 
 
-def save_memory(job: Job, trainee: Trainee, layers: list[torch.nn.Module], run_dir: Path | None) -> None:
-    """Recompute, offload and tiled MLPs as the config says, with receipts."""
-    memory, receipts = job.config.memory, job.receipts
-    assert memory.recompute != "auto", "resolve() decides memory.recompute"
-    assert memory.tiled_mlp != "auto", "resolve() decides memory.tiled_mlp"
-    if memory.tiled_mlp > 1:
-        receipts.ask("tiled mlp")
-        tiled, left = apply_tiled_mlp(layers, memory.tiled_mlp)
-        if not tiled:
-            raise Refused(f"memory.tiled_mlp = {memory.tiled_mlp}", next(iter(left)), do="leave out memory.tiled_mlp")
-        receipts.apply("tiled mlp", tiled, len(layers), f"{memory.tiled_mlp} pieces of the sequence, gradients once")
-        for why, count in left.items():
-            receipts.decline("tiled mlp", count, why)
-    offloader = None
-    if memory.offload != "none":
-        offloader = build_offloader(job, len(layers), offload_folder(job.config, run_dir))
-        # a plain attribute: no submodule, so no parameter changes its name
-        object.__setattr__(trainee, "offloader", offloader)
-        receipts.apply(f"offload to {memory.offload}", len(layers), len(layers), offloader.describe())
-    again = apply_recompute(layers, memory.recompute, offloader)
-    if not again:
-        return
-    receipts.apply("recompute", again, len(layers), "layers keep their input and are computed again")
-    if memory.recompute == "selective":
-        receipts.ask("attention kept")
-        no_registry = None if job.probed.attention == NAME else "this model does not take its attention from a registry"
-        not_kept = no_registry or why_not_kept(job.config.model.attention, job.probed.needs.dropout)
-        if not_kept:
-            receipts.decline("attention kept", len(layers), not_kept)
-        else:
-            receipts.apply("attention kept", again, len(layers), "output and log-sum-exp; q, k and v are made again")
+def pack_base(job: Job, layers: list[torch.nn.Module]) -> Packed:
+    """Containers for frozen linears of the decoder layers, which take their weights in fewer bits as these are read."""
+    kind = job.config.model.base_weights
+    assert kind in ("nf4", "int8")
+    placed = place(job.model, layers, kind)
+    if not placed.linears:
+        why = next(iter(placed.left), "its decoder layers have no frozen linear")
+        raise Refused(f'model.base_weights = "{kind}"', why, do='set model.base_weights = "bf16"')
+    return placed
 
 
-def build_offloader(job: Job, num_layers: int, folder: Path) -> Offloader:
-    """Where layers' kept tensors go, with its share of host memory."""
-    memory, world = job.config.memory, job.world
-    assert memory.offload != "none"
-    if memory.offload_host is not None:
-        limit = int(memory.offload_host * 2**30)
-    else:
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", world.world_size))
-        limit = int(HOST_SHARE * free_host_bytes() / here)
-    disk = DiskFile(folder) if memory.offload == "disk" else None
-    pool = HostPool(limit, pinned=world.device.type == "cuda", disk=disk)
-    keep = int(memory.offload_keep * 2**30)
-    return Offloader(memory.offload, world.device, pool, num_layers, device_bytes=keep)
+def tell_packed(job: Job, packed: Packed) -> None:
+    """Receipt of a quantised base: how much, how well, and what stayed in 16 bits."""
+    size = packed.bytes() / packed.numbers * 8
+    how = f"{packed.bytes() / 2**30:.2f} GiB, {size:.2f} bits a number; dequantised into one shared buffer"
+    checked = {"largest relative error of a weight": job.model.rft_packing_error}
+    job.receipts.apply(f"{packed.kind} base", len(packed.linears), packed.of, how, checked)
+    for why, count in packed.left.items():
+        job.receipts.decline(f"{packed.kind} base", count, why)
+    share = packed.left_numbers / (packed.numbers + packed.left_numbers)
+    if share > 0.05:
+        log.warn(
+            f'model.base_weights = "{packed.kind}": {share:.0%} of the weights in the decoder layers stay in 16 bits '
+            f"({', '.join(packed.left)}): {packed.left_numbers * job.compute_dtype.itemsize / 2**30:.1f} GiB"
+        )
 
 
 def quantise_to_fp8(job: Job, layers: list[torch.nn.Module]) -> None:
@@ -406,7 +381,7 @@ def quantise_to_fp8(job: Job, layers: list[torch.nn.Module]) -> None:
 
         handed, readers = count_handed_rows(layers)
         if handed:
-            how = "inputs quantised by the norm before, those of down by the gated activation"
+            how = "inputs of q, k, v and of gate, up quantised by the norm before"
             job.receipts.apply("fp8 inputs", handed, readers, how)
         if handed < readers:
             why = "their layer is not served by `add and norm`: a pass of their own quantises them"
@@ -488,12 +463,6 @@ def added_once(job: Job, trainee: Trainee, packs_per_step: int | None) -> frozen
     model: Any = trainee.model
     uses.update(id(p) for p in model.get_output_embeddings().parameters())
     return frozenset(name for name, p in trainee.named_parameters() if p.requires_grad and uses[id(p)] == 1)
-
-
-def offload_folder(config: Config, run_dir: Path | None = None) -> Path:
-    """Where what goes to disk lies."""
-    assert config.train.out is not None, "load_config() fills in train.out"
-    return Path(config.memory.offload_dir or (run_dir or Path(config.train.out)) / "offload")
 
 
 def tell_optimizer(job: Job, optimizer: Optimizer) -> None:

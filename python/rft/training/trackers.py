@@ -10,10 +10,22 @@ from typing import Any, Protocol
 
 from rft.config.log import LogConfig
 from rft.errors import ConfigError
-from rft.training.metrics import NUMBERS
 
 EXTRAS = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
 """Tracker -> the module that it needs, which is also the name of the extra."""
+NUMBERS = (
+    "epoch",
+    "loss",
+    "router_aux_loss",
+    "grad_norm",
+    "lr",
+    "tokens",
+    "label_tokens",
+    "tokens_per_second",
+    "mfu",
+    "memory_peak_bytes",
+)
+"""Numbers of a line of metrics.jsonl, where it has them: what trackers are sent."""
 
 
 class Tracker(Protocol):

@@ -146,7 +146,7 @@ pub struct Taken {
 
 /// Slots that wake the thread, and micro-batches that wake who waits for one: waking costs as much as filling, so several go
 /// at once where there is more to come.
-const AT_ONCE: usize = 3;
+const AT_ONCE: usize = 6;
 
 #[derive(Default)]
 struct State {
@@ -353,19 +353,30 @@ struct Filler {
 
 impl Filler {
     fn run(&mut self, start_step: usize) {
+        // Everything, the dealing of packs too: a panic that nobody told would leave the reader waiting for ever.
+        let result = catch_unwind(AssertUnwindSafe(|| self.fill_all(start_step))).unwrap_or_else(|panic| {
+            Err(Error::new(Kind::Store, "stream", format!("the thread failed: {}", told(&panic))))
+        });
+        let mut state = self.shared.lock();
+        state.filling = false;
+        match result {
+            Ok(()) => state.finished = !state.closed,
+            Err(error) => state.failed = Some(error),
+        }
+        drop(state);
+        self.shared.to_take.notify_all();
+    }
+
+    /// Micro-batch after micro-batch until the epoch's end, or until the stream is closed.
+    fn fill_all(&mut self, start_step: usize) -> Result<()> {
         for step in start_step.. {
             let start = self.share.first_pack + step * self.share.packs_per_step;
             let shared = self.shared.clone();
             let closed = || shared.lock().closed;
-            let reached = guarded(|| {
-                self.packs.leave(start);
-                self.packs.reach(start + self.share.packs_per_step, &closed)
-            });
-            let end = match reached {
-                Ok(Some(end)) if end > start => end,
-                Ok(Some(_)) => break,
-                Ok(None) => return,
-                Err(error) => return self.fail(error),
+            self.packs.leave(start);
+            let Some(end) = self.packs.reach(start + self.share.packs_per_step, &closed)?.filter(|end| *end > start)
+            else {
+                return Ok(());
             };
             let cost = |index: usize| {
                 let Pack { plan, index } = self.packs.pack(index);
@@ -374,11 +385,8 @@ impl Filler {
             let packs = self.share.packs_between(start, end, cost);
             let count = packs.len() / self.share.micro_batch;
             for (micro, packs) in packs.chunks(self.share.micro_batch).enumerate() {
-                let Some(slot) = self.next_slot() else { return };
-                let filled = match guarded(|| self.fill(packs, slot)) {
-                    Ok(filled) => filled,
-                    Err(error) => return self.fail(error),
-                };
+                let Some(slot) = self.next_slot() else { return Ok(()) };
+                let filled = self.fill(packs, slot)?;
                 let mut state = self.shared.lock();
                 state.filling = false;
                 state.ready.push_back(Taken { slot: slot.number, step, last: micro + 1 == count, filled });
@@ -389,16 +397,7 @@ impl Filler {
                 }
             }
         }
-        self.shared.lock().finished = true;
-        self.shared.to_take.notify_all();
-    }
-
-    fn fail(&self, error: Error) {
-        let mut state = self.shared.lock();
-        state.filling = false;
-        state.failed = Some(error);
-        drop(state);
-        self.shared.to_take.notify_all();
+        Ok(())
     }
 
     /// Waits for a slot; none when the stream is closed.
@@ -432,12 +431,6 @@ impl Filler {
         let packs: Vec<Option<Pack>> = packs.iter().map(|pack| pack.map(|index| self.packs.pack(index))).collect();
         batch::fill_from(self.packs.options(), &packs, self.pad_id, &mut buffers)
     }
-}
-
-/// What `work` gives; a panic in it is an error.
-fn guarded<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
-    catch_unwind(AssertUnwindSafe(work))
-        .unwrap_or_else(|panic| Err(Error::new(Kind::Store, "stream", format!("the thread failed: {}", told(&panic)))))
 }
 
 fn told(panic: &Box<dyn std::any::Any + Send>) -> String {

@@ -17,7 +17,7 @@ fn run(arguments: &[&str]) -> (u8, String, String) {
 
 fn make(place: &Path) {
     let layout = Layout {
-        key: "0".repeat(32),
+        key: place.file_name().unwrap().to_str().unwrap().into(),
         vocab_size: 300,
         tokenizer: 1,
         template: 0,
@@ -72,8 +72,8 @@ fn a_set_is_packed_and_told() {
     let file = folder.path().join("packs.parquet");
     let (code, out, err) = run(&["pack", set, "--seq-len", "16", "--to", file.to_str().unwrap(), "--json"]);
     let told: Value = serde_json::from_str(&out).unwrap_or_else(|_| panic!("{err}"));
-    // 1 to 20 tokens each; of those over 16 the rest becomes a piece, that of 17 one without a label.
-    assert_eq!((code, &told["tokens"], &told["split_documents"]), (0, &json!(210 - 1), &json!(4)));
+    // 1 to 20 tokens each, all of them in some pack; those over 16 as two pieces.
+    assert_eq!((code, &told["tokens"], &told["split_documents"]), (0, &json!(210), &json!(4)));
     assert!(file.exists() && told["packs"].as_u64().unwrap() >= 14);
     assert_eq!(run(&["pack", set, "--seq-len", "16", "--to", file.to_str().unwrap()]).0, 2, "it is there already");
     let (code, out, _) = run(&["stats", set, "--seq-len", "32"]);
@@ -98,6 +98,37 @@ fn a_config_is_read_without_python_and_what_is_not_read_is_told() {
         let (code, _, err) = run(&["config", name, "--set", wrong]);
         assert!(code == 2 && err.contains(told), "{wrong}: {err}");
     }
+}
+
+#[test]
+fn what_is_named_or_of_no_use_makes_room_before_the_others_do() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path().to_str().unwrap();
+    let places: Vec<_> = (0..3).map(|digit| folder.path().join(digit.to_string().repeat(32))).collect();
+    for (place, days) in places.iter().zip([3, 2, 1]) {
+        make(place);
+        let used = std::time::SystemTime::now() - std::time::Duration::from_secs(days * 24 * 3600);
+        fs::File::open(place).unwrap().set_modified(used).unwrap();
+    }
+    let stray = folder.path().join("notes.tmp-1");
+    fs::write(&stray, b"left").unwrap();
+    let old = std::time::SystemTime::now() - std::time::Duration::from_secs(2 * 24 * 3600);
+    fs::File::open(&stray).unwrap().set_modified(old).unwrap();
+    let bytes: u64 = fs::read_dir(&places[0]).unwrap().map(|entry| entry.unwrap().metadata().unwrap().len()).sum();
+    // Two of three fit: the one that is named is enough, though it is not the oldest.
+    let (code, out, err) = run(&["prune", "11", "--store", root, "--max-size", &(2 * bytes + 10).to_string()]);
+    assert!(code == 0 && out.contains("removed 2,"), "{out}{err}");
+    assert_eq!(places.iter().map(|place| place.exists()).collect::<Vec<_>>(), [true, false, true]);
+    assert!(!stray.exists());
+    let (_, out, _) = run(&["prune", "--store", root, "--max-size", &bytes.to_string()]);
+    assert!(out.contains("over --max-size"), "{out}");
+    assert_eq!(places.iter().map(|place| place.exists()).collect::<Vec<_>>(), [false, false, true], "the oldest goes");
+}
+
+#[test]
+fn a_name_that_would_drive_the_terminal_is_shown_as_numbers() {
+    let (code, out, err) = run(&["verify", "\u{1b}[2Jnone", "--store", "/"]);
+    assert!(code == 2 && err.contains("\\x1b[2Jnone") && !(out + &err).contains('\u{1b}'), "{err}");
 }
 
 #[test]

@@ -23,12 +23,8 @@ use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
 use super::model::{Model, SPACE_MARK};
+use super::pairs::{self, Growing, MAX_TOKENS, Pairs};
 use super::trie::{NONE, Trie};
-
-/// Inside numbers have 20 bits.
-const BITS: u32 = 20;
-/// The largest number of tokens.
-pub const MAX_TOKENS: usize = 1 << BITS;
 
 /// A fast hasher for keys that come from a file, not from an attacker.
 #[derive(Default)]
@@ -98,51 +94,6 @@ pub struct Bpe {
     ends: Vec<u32>,
 }
 
-/// Pairs to products, open addressing.
-struct Pairs {
-    slots: Vec<u64>,
-    shift: u32,
-}
-
-const EMPTY: u64 = u64::MAX;
-
-impl Pairs {
-    fn new(room: usize) -> Pairs {
-        let size = (room * 5 / 3).next_power_of_two().max(1024);
-        Pairs { slots: vec![EMPTY; size], shift: 64 - size.trailing_zeros() }
-    }
-
-    fn put(&mut self, left: u32, right: u32, product: u32) {
-        let key = u64::from(left) << BITS | u64::from(right);
-        let mut slot = self.slot(key);
-        while self.slots[slot] != EMPTY {
-            slot = (slot + 1) & (self.slots.len() - 1);
-        }
-        self.slots[slot] = key << BITS | u64::from(product);
-    }
-
-    #[inline(always)]
-    fn slot(&self, key: u64) -> usize {
-        (key.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> self.shift) as usize
-    }
-
-    #[inline(always)]
-    fn get(&self, left: u32, right: u32) -> u32 {
-        let key = u64::from(left) << BITS | u64::from(right);
-        let mut slot = self.slot(key);
-        loop {
-            let entry = self.slots[slot];
-            if entry >> BITS == key {
-                return (entry & (MAX_TOKENS as u64 - 1)) as u32;
-            }
-            if entry == EMPTY {
-                return NONE;
-            }
-            slot = (slot + 1) & (self.slots.len() - 1);
-        }
-    }
-}
-
 /// Remembered answers of [`Bpe::is_valid`], and room for the search.
 pub struct Memo {
     answers: Vec<u64>,
@@ -154,13 +105,10 @@ pub struct Memo {
 
 const MEMO_BITS: u32 = 16;
 
-/// How many symbols at most are merged pick by pick; longer pieces are searched. Below 32: [`Bpe::pick`].
-const PICKED: usize = 31;
-
 impl Default for Memo {
     fn default() -> Memo {
         Memo {
-            answers: vec![EMPTY; 1 << MEMO_BITS],
+            answers: vec![u64::MAX; 1 << MEMO_BITS],
             stack: Vec::new(),
             dead: Vec::new(),
             symbols: Vec::new(),
@@ -241,11 +189,12 @@ impl Bpe {
             let get = |token: &str| ids.get(token).copied().ok_or_else(|| format!("its merge {rank} has no token"));
             merges.push(Merge { left: get(left)?, right: get(right)?, product: get(&joined)? });
         }
-        let mut bpe = Bpe::units(unit, &texts);
-        if !bpe.number_in_order(&merges, &texts) {
-            bpe = Bpe::units(unit, &texts);
-            bpe.number_by_running(&merges, &texts)?;
+        let (mut bpe, mut pairs) = (Bpe::units(unit, &texts), Growing::new(top));
+        if !bpe.number_in_order(&merges, &texts, &mut pairs) {
+            (bpe, pairs) = (Bpe::units(unit, &texts), Growing::new(top));
+            bpe.number_by_running(&merges, &texts, &mut pairs)?;
         }
+        bpe.pairs = pairs.fixed();
         bpe.finish(&texts, &ids, model.ignore_merges)?;
         Ok(bpe)
     }
@@ -270,7 +219,7 @@ impl Bpe {
             bytes,
             fallback: [NONE; 256],
             chars: Vec::new(),
-            pairs: Pairs::new(texts.ranges.len()),
+            pairs: Growing::new(0).fixed(),
             trie: Trie::new(&[]),
             shorter: Vec::new(),
             whole: FoldMap::default(),
@@ -284,7 +233,7 @@ impl Bpe {
     /// Numbers the products that merges can reach, by rank, where every part is made before what it is a part of.
     /// A merge is reachable where the pair of its parts is valid under the merges before it. False where the file is
     /// not so: where the parts of a merge that still waits for its product were made after it.
-    fn number_in_order(&mut self, merges: &[Merge], texts: &Texts) -> bool {
+    fn number_in_order(&mut self, merges: &[Merge], texts: &Texts, pairs: &mut Growing) -> bool {
         let mut inside = vec![NONE; texts.ranges.len()];
         for (id, number) in self.ids.iter().zip(0..) {
             inside[*id as usize] = number;
@@ -303,18 +252,18 @@ impl Bpe {
                 }
                 continue;
             }
-            if self.pairs.get(left, right) != NONE {
+            if pairs.get(left, right) != NONE {
                 // The library lets the later rank of a pair that stands twice count.
                 return false;
             }
-            if texts.get(merge.product).is_empty() || !self.walk(left, right) {
+            if texts.get(merge.product).is_empty() || !self.walk(left, right, |left, right| pairs.get(left, right)) {
                 continue;
             }
             let number = self.ids.len() as u32;
             inside[merge.product as usize] = number;
             self.ids.push(merge.product);
             self.parts.push((left, right));
-            self.pairs.put(left, right, number);
+            pairs.put(left, right, number);
         }
         waiting.iter().all(|merge| {
             let made = |id: u32| inside[id as usize] != NONE;
@@ -323,8 +272,8 @@ impl Bpe {
     }
 
     /// The same for any file, by running BPE on the text of each product.
-    fn number_by_running(&mut self, merges: &[Merge], texts: &Texts) -> Result<(), String> {
-        let pairs: FoldMap<(u32, u32), (u32, u32)> =
+    fn number_by_running(&mut self, merges: &[Merge], texts: &Texts, pairs: &mut Growing) -> Result<(), String> {
+        let ranks_of: FoldMap<(u32, u32), (u32, u32)> =
             merges.iter().zip(0..).map(|(merge, rank)| ((merge.left, merge.right), (rank, merge.product))).collect();
         let mut products: Vec<u32> = merges.iter().map(|merge| merge.product).collect();
         products.sort_unstable();
@@ -340,7 +289,7 @@ impl Bpe {
             if text.is_empty() || !split_units(self.unit, text, &units, &mut symbols) {
                 continue;
             }
-            if let Some((left, right, rank)) = last_merge(&pairs, &mut symbols, &mut ranks) {
+            if let Some((left, right, rank)) = last_merge(&ranks_of, &mut symbols, &mut ranks) {
                 made.push((rank, left, right, product));
             }
         }
@@ -355,7 +304,7 @@ impl Bpe {
             self.monotone &= left < number && right < number;
             self.ids.push(product);
             self.parts.push((left, right));
-            self.pairs.put(left, right, number);
+            pairs.put(left, right, number);
         }
         Ok(())
     }
@@ -498,10 +447,10 @@ impl Bpe {
             return;
         }
         match self.unit {
-            Unit::Byte if piece.iter().all(|byte| self.has_byte(*byte)) => self.merge(piece, memo, ids),
+            Unit::Byte if piece.iter().all(|byte| self.has_byte(*byte)) => self.search(piece, memo, ids),
             Unit::Byte => {
                 let kept: Vec<u8> = piece.iter().copied().filter(|byte| self.has_byte(*byte)).collect();
-                self.merge(&kept, memo, ids);
+                self.search(&kept, memo, ids);
             }
             Unit::Char => self.encode_chars(piece, memo, ids),
         }
@@ -524,18 +473,18 @@ impl Bpe {
                 self.trie.get(&piece[at..stop]).is_some()
             };
             if !known {
-                self.merge(&piece[start..at], memo, ids);
+                self.search(&piece[start..at], memo, ids);
                 ids.extend(piece[at..stop].iter().map(|byte| self.fallback[usize::from(*byte)]));
                 start = stop;
             }
             at = stop;
         }
-        self.merge(&piece[start..], memo, ids);
+        self.search(&piece[start..], memo, ids);
     }
 
-    /// Appends the ids of a piece that consists of units.
-    fn merge(&self, piece: &[u8], memo: &mut Memo, ids: &mut Vec<u32>) {
-        let mut symbols = [NONE; PICKED + 1];
+    /// The symbols of a piece from which merging may start, and their number; none where they are too many for the room
+    /// or some byte has no token.
+    pub fn symbols(&self, piece: &[u8], room: &mut [u32]) -> Option<usize> {
         let (mut count, mut at) = (0, 0);
         while at < piece.len() {
             let (code, length) = match piece[at..] {
@@ -544,48 +493,42 @@ impl Bpe {
                 [a @ 0xe0..0xf0, b @ 0x80..0xc0, c @ 0x80..0xc0, ..] => {
                     (u32::from(a & 15) << 12 | u32::from(b & 63) << 6 | u32::from(c & 63), 3)
                 }
-                _ => return self.search(piece, memo, ids),
+                _ => (0xffff, 1),
             };
             let symbol = self.chars[code as usize];
-            if symbol == NONE || count == PICKED {
-                return self.search(piece, memo, ids);
+            if symbol != NONE {
+                *room.get_mut(count)? = symbol;
+                count += 1;
+            } else if self.unit == Unit::Char {
+                return None;
+            } else {
+                for byte in &piece[at..at + length] {
+                    let symbol = self.bytes[usize::from(*byte)];
+                    *room.get_mut(count)? = symbol;
+                    count += 1;
+                    if symbol == NONE {
+                        return None;
+                    }
+                }
             }
-            symbols[count] = symbol;
-            count += 1;
             at += length;
         }
-        self.pick(&mut symbols, count, ids);
+        Some(count)
     }
 
-    /// BPE as defined, for few symbols: O(n^2) in their number, without branches in the inner loop.
-    fn pick(&self, symbols: &mut [u32; PICKED + 1], mut count: usize, ids: &mut Vec<u32>) {
-        // Product << 5 | index: the least is the next pick, the leftmost of equals.
-        let mut picks = [NONE; PICKED + 1];
-        let pick = |product: u32, at: usize| if product == NONE { NONE } else { product << 5 | at as u32 };
-        for at in 1..count {
-            picks[at - 1] = pick(self.pairs.get(symbols[at - 1], symbols[at]), at - 1);
-        }
-        loop {
-            let best = picks[..count].iter().fold(NONE, |best, pick| best.min(*pick));
-            if best == NONE {
-                break;
-            }
-            let (product, at) = (best >> 5, best as usize & 31);
-            symbols[at] = product;
-            symbols.copy_within(at + 2..count, at + 1);
-            count -= 1;
-            for index in at + 1..count {
-                // The index below the product goes down by one; NONE stays.
-                let moved = picks[index + 1];
-                picks[index] = moved.wrapping_sub(u32::from(moved != NONE));
-            }
-            picks[count] = NONE;
-            picks[at] = if at + 1 < count { pick(self.pairs.get(product, symbols[at + 1]), at) } else { NONE };
-            if at > 0 {
-                picks[at - 1] = pick(self.pairs.get(symbols[at - 1], product), at - 1);
-            }
-        }
-        ids.extend(symbols[..count].iter().map(|symbol| self.ids[*symbol as usize]));
+    /// The id of a piece that the vocabulary holds and merges do not make ([`Model::ignore_merges`]).
+    pub fn whole(&self, piece: &[u8]) -> Option<u32> {
+        if self.whole.is_empty() { None } else { self.whole.get(piece).copied() }
+    }
+
+    /// Whether the ids of a piece are those of its parts ([`Bpe::borders`]).
+    pub fn has_parts(&self) -> bool {
+        self.whole.is_empty() && !self.lacks_bytes()
+    }
+
+    /// The pairs that merge.
+    pub fn pairs(&self) -> &Pairs {
+        &self.pairs
     }
 
     /// The search of the module's head: linear in the length.
@@ -635,23 +578,27 @@ impl Bpe {
         symbols: &mut Vec<u32>,
         ranks: &mut Vec<u32>,
     ) -> bool {
-        let key = u64::from(left) << BITS | u64::from(right);
+        let key = pairs::key(left, right);
         let slot = &mut answers[(key.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (64 - MEMO_BITS)) as usize];
         if *slot >> 1 == key {
             return *slot & 1 == 1;
         }
-        let valid = if self.monotone { self.walk(left, right) } else { self.replay(left, right, symbols, ranks) };
+        let valid = if self.monotone {
+            self.walk(left, right, |left, right| self.pairs.get(left, right))
+        } else {
+            self.replay(left, right, symbols, ranks)
+        };
         *slot = key << 1 | u64::from(valid);
         valid
     }
 
     /// Undoes the merges of two tokens, the latest first, and looks whether a pair across the border would have come
     /// before the one undone. Needs that parts have lower numbers than their product, so that numbers are times.
-    fn walk(&self, mut left: u32, mut right: u32) -> bool {
+    fn walk(&self, mut left: u32, mut right: u32, product_of: impl Fn(u32, u32) -> u32) -> bool {
         // Products below it would have been made before what was undone last.
         let mut limit = NONE;
         loop {
-            let product = self.pairs.get(left, right);
+            let product = product_of(left, right);
             if product != NONE && product < limit {
                 return false;
             }

@@ -1,12 +1,14 @@
 //! Whole files to flat ids, on several threads.
 
+use std::fs::File;
+use std::io::Read;
 use std::path::Path;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
-use memchr::memchr;
+use memchr::{memchr, memrchr};
 
 use super::Tokenizer;
+use super::memory::large_pages;
 use crate::error::{Error, Kind, Result};
 
 /// The ids of many documents, one behind the other.
@@ -41,66 +43,89 @@ const PART: usize = 1 << 20;
 
 impl Tokenizer {
     /// Ids of the documents in a text, which lie between separator bytes (none behind the last); added tokens are
-    /// recognised. Memory beside the ids: about 10 MB a thread and the ids of some MiB of text.
+    /// recognised. Memory beside the ids: a scratch and some MiB of text a thread.
     ///
     /// # Errors
     /// A document that is no UTF-8, by its number from 0.
     pub fn encode_documents(&self, data: &[u8], separator: u8, threads: usize) -> Result<Documents> {
-        let mut scratch = self.scratch();
-        let mut documents = Documents::default();
-        if threads <= 1 {
-            documents.ids.reserve(data.len() / 4);
-            self.encode_part(data, separator, &mut scratch, &mut documents).map_err(|at| broken(at as u64))?;
-            return Ok(documents);
-        }
-        let parts = parts(data, separator);
-        let next = AtomicUsize::new(0);
-        let done: Vec<Mutex<Option<std::result::Result<Documents, usize>>>> =
-            parts.iter().map(|_| Mutex::new(None)).collect();
-        let work = |mut scratch| {
-            loop {
-                let index = next.fetch_add(1, Ordering::Relaxed);
-                let Some(&(start, end)) = parts.get(index) else { return };
-                let mut made = Documents::default();
-                made.ids.reserve((end - start) / 3);
-                let result = self.encode_part(&data[start..end], separator, &mut scratch, &mut made).map(|()| made);
-                if let Ok(mut slot) = done[index].lock() {
-                    *slot = Some(result);
-                }
-            }
-        };
-        std::thread::scope(|scope| {
-            for _ in 1..threads.min(parts.len()) {
-                scope.spawn(|| work(self.scratch()));
-            }
-            work(scratch);
-        });
-        let made: Vec<std::result::Result<Documents, usize>> =
-            done.into_iter().filter_map(|slot| slot.into_inner().ok().flatten()).collect();
-        documents.ids.reserve(made.iter().flatten().map(|part| part.ids.len()).sum());
-        for part in made {
-            let part = part.map_err(|at| broken(documents.ends.len() as u64 + at as u64))?;
-            let before = documents.ids.len() as u64;
-            documents.ids.extend_from_slice(&part.ids);
-            documents.ends.extend(part.ends.iter().map(|end| before + end));
-        }
-        Ok(documents)
+        self.encode_parts(Parts::new(data, separator), data.len(), threads, "")
     }
 
-    /// [`Tokenizer::encode_documents`] of a file.
+    /// [`Tokenizer::encode_documents`] of a file, which is read along the way.
     ///
     /// # Errors
     /// The same, and a file that cannot be read.
     pub fn encode_file(&self, path: &Path, separator: u8, threads: usize) -> Result<FileIds> {
         let place = path.display().to_string();
-        let data = std::fs::read(path).map_err(|e| Error::new(Kind::Data, &place, e))?;
-        let Documents { ids, ends } = self.encode_documents(&data, separator, threads)?;
+        let file = File::open(path).map_err(|e| Error::new(Kind::Data, &place, e))?;
+        let size = file.metadata().map_err(|e| Error::new(Kind::Data, &place, e))?.len() as usize;
+        let Documents { ids, ends } = self.encode_parts(Parts::new(file, separator), size, threads, &place)?;
         let ids = if self.top_id() <= u32::from(u16::MAX) {
             Ids::U16(ids.into_iter().map(|id| id as u16).collect())
         } else {
             Ids::U32(ids)
         };
         Ok(FileIds { ids, ends })
+    }
+
+    fn encode_parts<R: Read + Send>(
+        &self,
+        parts: Parts<R>,
+        size: usize,
+        threads: usize,
+        place: &str,
+    ) -> Result<Documents> {
+        // The ids of most text take no more than this; faults of small pages would take a tenth of the time.
+        let mut documents = Documents { ids: Vec::with_capacity(size / 3), ends: Vec::new() };
+        large_pages(&documents.ids);
+        let unread = |e| Error::new(Kind::Data, place, e);
+        if threads <= 1 {
+            let (mut parts, mut part) = (parts, Vec::new());
+            return self.with_scratch(|scratch| {
+                while parts.next(&mut part).map_err(unread)? {
+                    self.encode_part(&part, parts.separator, scratch, &mut documents)
+                        .map_err(|at| broken(place, at as u64))?;
+                }
+                Ok(documents)
+            });
+        }
+        let separator = parts.separator;
+        let reader = Mutex::new((parts, 0usize));
+        let made: Mutex<Vec<(usize, std::result::Result<Documents, usize>)>> = Mutex::default();
+        let work = || -> std::io::Result<()> {
+            self.with_scratch(|scratch| {
+                let mut part = Vec::new();
+                loop {
+                    let Ok(mut reader) = reader.lock() else { return Ok(()) };
+                    if !reader.0.next(&mut part)? {
+                        return Ok(());
+                    }
+                    let index = reader.1;
+                    reader.1 += 1;
+                    drop(reader);
+                    let mut own = Documents { ids: Vec::with_capacity(part.len() / 3), ends: Vec::new() };
+                    let result = self.encode_part(&part, separator, scratch, &mut own).map(|()| own);
+                    if let Ok(mut made) = made.lock() {
+                        made.push((index, result));
+                    }
+                }
+            })
+        };
+        std::thread::scope(|scope| {
+            let others: Vec<_> = (1..threads).map(|_| scope.spawn(work)).collect();
+            let mine = work();
+            others.into_iter().filter_map(|other| other.join().ok()).fold(mine, |all, other| all.and(other))
+        })
+        .map_err(unread)?;
+        let mut made = made.into_inner().unwrap_or_default();
+        made.sort_by_key(|(index, _)| *index);
+        for (_, part) in made {
+            let part = part.map_err(|at| broken(place, documents.ends.len() as u64 + at as u64))?;
+            let before = documents.ids.len() as u64;
+            documents.ids.extend_from_slice(&part.ids);
+            documents.ends.extend(part.ends.iter().map(|end| before + end));
+        }
+        Ok(documents)
     }
 
     /// Fails with the number of the document that is no text.
@@ -126,26 +151,44 @@ impl Tokenizer {
     }
 }
 
-/// Stretches of whole documents, each without the separator behind it.
-fn parts(data: &[u8], separator: u8) -> Vec<(usize, usize)> {
-    let (mut parts, mut start) = (Vec::new(), 0);
-    loop {
-        let from = (start + PART).min(data.len());
-        match memchr(separator, &data[from..]) {
-            Some(found) => {
-                parts.push((start, from + found));
-                start = from + found + 1;
+/// A text in stretches of whole documents.
+struct Parts<R> {
+    source: R,
+    separator: u8,
+    /// What was read of the next stretch.
+    rest: Vec<u8>,
+    done: bool,
+}
+
+impl<R: Read> Parts<R> {
+    fn new(source: R, separator: u8) -> Parts<R> {
+        Parts { source, separator, rest: Vec::new(), done: false }
+    }
+
+    /// Gives the next stretch, without the separator behind it; false where none is left.
+    fn next(&mut self, part: &mut Vec<u8>) -> std::io::Result<bool> {
+        if self.done {
+            return Ok(false);
+        }
+        part.clear();
+        part.append(&mut self.rest);
+        loop {
+            let from = part.len();
+            if self.source.by_ref().take(PART as u64).read_to_end(part)? == 0 {
+                self.done = true;
+                return Ok(true);
             }
-            None => {
-                parts.push((start, data.len()));
-                return parts;
+            if let Some(last) = memrchr(self.separator, &part[from..]) {
+                self.rest.extend_from_slice(&part[from + last + 1..]);
+                part.truncate(from + last);
+                return Ok(true);
             }
         }
     }
 }
 
-fn broken(number: u64) -> Error {
-    Error::new(Kind::Tokenizer, "", format!("document {number} is no UTF-8 text, or longer than 4 GiB"))
+fn broken(place: &str, number: u64) -> Error {
+    Error::new(Kind::Tokenizer, place, format!("document {number} is no UTF-8 text, or longer than 4 GiB"))
 }
 
 #[cfg(test)]
@@ -154,13 +197,29 @@ mod tests {
 
     #[test]
     fn parts_are_whole_documents() {
-        let data = [b"abc\0".repeat(600_000), b"end".to_vec()].concat();
-        let parts = parts(&data, 0);
-        assert!(parts.len() > 1);
-        for (before, after) in parts.iter().zip(&parts[1..]) {
-            assert_eq!(before.1 + 1, after.0);
-            assert_eq!(data[before.1], 0);
+        for data in [[b"abc\0".repeat(600_000), b"end".to_vec()].concat(), b"\0".repeat(3 << 20), Vec::new()] {
+            let (mut parts, mut part, mut joined) = (Parts::new(data.as_slice(), 0), Vec::new(), Vec::new());
+            let mut count = 0;
+            while parts.next(&mut part).expect("memory reads") {
+                if count > 0 {
+                    joined.push(0);
+                }
+                joined.extend_from_slice(&part);
+                count += 1;
+            }
+            assert_eq!(joined, data);
+            assert!(count > usize::from(data.len() > 2 << 20));
         }
-        assert_eq!(parts[parts.len() - 1].1, data.len());
+    }
+
+    #[test]
+    fn a_document_longer_than_a_part_stays_whole() {
+        let data = [vec![b'x'; 5 << 19], vec![0], b"yz".to_vec()].concat();
+        let (mut parts, mut part) = (Parts::new(data.as_slice(), 0), Vec::new());
+        assert!(parts.next(&mut part).expect("memory reads"));
+        assert_eq!(part.len(), 5 << 19);
+        assert!(parts.next(&mut part).expect("memory reads"));
+        assert_eq!(part, b"yz");
+        assert!(!parts.next(&mut part).expect("memory reads"));
     }
 }

@@ -35,11 +35,9 @@ const LISTED: u32 = 255;
 /// Ids have fewer bits than this.
 const COUNT: u32 = 24;
 
-/// What was found: a few ids in place, or a longer list.
-pub enum Found<'a> {
-    /// The first `n` of four.
-    Few([u32; 4], usize),
-    /// All of these.
+/// What was found: a few ids in place (the first so many), or a longer list.
+pub enum Found<'a, const N: usize = 7> {
+    Few([u32; N], usize),
     Many(&'a [u32]),
 }
 
@@ -119,12 +117,12 @@ impl Cache {
     /// Asks for the cache line of a hash before it is needed.
     #[inline(always)]
     pub fn prefetch(&self, hash: u64) {
-        self.short.prefetch(hash);
+        self.short.prefetch(self.short.slot(hash));
     }
 
     /// The ids of a short piece.
     #[inline(always)]
-    pub fn get(&self, key: Key, hash: u64) -> Option<Found<'_>> {
+    pub fn get(&self, key: Key, hash: u64) -> Option<Found<'_, 4>> {
         let mut slot = self.short.slot(hash);
         loop {
             let entry = self.short.at(slot);
@@ -147,13 +145,13 @@ impl Cache {
 
     /// Remembers the ids of a short piece that is not there yet.
     pub fn put(&mut self, key: Key, hash: u64, ids: &[u32]) {
-        if self.short_used * 8 >= self.short.len() * 5 {
+        if self.short_used * 4 >= self.short.len() * 3 {
             if self.short.len() >= MOST_SHORT {
                 return;
             }
             let size = self.short.len() * 2;
             let old = std::mem::replace(&mut self.short, Table::new(size));
-            for entry in old.entries().iter().filter(|entry| entry.key != 0) {
+            for entry in old.slots().iter().filter(|entry| entry.key != 0) {
                 let slot = self.free(self::hash(entry.key));
                 *self.short.at_mut(slot) = *entry;
             }
@@ -181,17 +179,18 @@ impl Cache {
 
     /// The ids of a piece of 16 to 31 bytes.
     #[inline(always)]
-    pub fn get_long(&self, piece: &[u8]) -> Option<&[u32]> {
+    pub fn get_long(&self, piece: &[u8]) -> Option<Found<'_>> {
         let key = long_key(piece);
         let mut slot = self.long.slot(long_hash(&key));
         loop {
             let entry = self.long.at(slot);
             if entry.key == key {
-                if entry.ids[0] != LISTED {
-                    return Some(&entry.ids[1..=entry.ids[0] as usize & 7]);
+                let [count, ids @ ..] = entry.ids;
+                if count != LISTED {
+                    return Some(Found::Few(ids, count as usize & 7));
                 }
-                let start = entry.ids[1] as usize;
-                return Some(&self.list[start..start + entry.ids[2] as usize]);
+                let start = ids[0] as usize;
+                return Some(Found::Many(&self.list[start..start + ids[1] as usize]));
             }
             if entry.key == [0, 0] {
                 return None;
@@ -208,7 +207,7 @@ impl Cache {
             }
             let size = self.long.len() * 2;
             let old = std::mem::replace(&mut self.long, Table::new(size));
-            for entry in old.entries().iter().filter(|entry| entry.key != [0, 0]) {
+            for entry in old.slots().iter().filter(|entry| entry.key != [0, 0]) {
                 let slot = self.free_long(&entry.key);
                 *self.long.at_mut(slot) = *entry;
             }
@@ -227,6 +226,30 @@ impl Cache {
         self.long_used += 1;
     }
 
+    /// The ids of a piece of any length.
+    pub fn find(&self, text: &[u8], start: usize, end: usize) -> Option<Found<'_>> {
+        let length = end - start;
+        if length <= SHORT {
+            let key = key(text, start, length);
+            return self.get(key, hash(key)).map(|found| match found {
+                Found::Few([a, b, c, d], count) => Found::Few([a, b, c, d, 0, 0, 0], count),
+                Found::Many(many) => Found::Many(many),
+            });
+        }
+        if length <= LONG { self.get_long(&text[start..end]) } else { None }
+    }
+
+    /// Remembers the ids of a piece that is not there yet, if it is short enough.
+    pub fn keep(&mut self, text: &[u8], start: usize, end: usize, ids: &[u32]) {
+        let length = end - start;
+        if length <= SHORT {
+            let key = key(text, start, length);
+            self.put(key, hash(key), ids);
+        } else if length <= LONG {
+            self.put_long(&text[start..end], ids);
+        }
+    }
+
     fn free_long(&self, key: &[Key; 2]) -> usize {
         let mut slot = self.long.slot(long_hash(key));
         while self.long.at(slot).key != [0, 0] {
@@ -241,11 +264,7 @@ mod tests {
     use super::*;
 
     fn found(cache: &Cache, piece: &[u8]) -> Option<Vec<u32>> {
-        if piece.len() > SHORT {
-            return cache.get_long(piece).map(<[u32]>::to_vec);
-        }
-        let key = key(piece, 0, piece.len());
-        cache.get(key, hash(key)).map(|found| match found {
+        cache.find(piece, 0, piece.len()).map(|found| match found {
             Found::Few(ids, count) => ids[..count].to_vec(),
             Found::Many(ids) => ids.to_vec(),
         })
@@ -258,12 +277,7 @@ mod tests {
         for (index, piece) in pieces.iter().enumerate() {
             assert_eq!(found(&cache, piece.as_bytes()), None);
             let ids: Vec<u32> = (0..index as u32 % 11).map(|i| i + index as u32).collect();
-            if piece.len() > SHORT {
-                cache.put_long(piece.as_bytes(), &ids);
-            } else {
-                let key = key(piece.as_bytes(), 0, piece.len());
-                cache.put(key, hash(key), &ids);
-            }
+            cache.keep(piece.as_bytes(), 0, piece.len(), &ids);
         }
         for (index, piece) in pieces.iter().enumerate() {
             let ids: Vec<u32> = (0..index as u32 % 11).map(|i| i + index as u32).collect();

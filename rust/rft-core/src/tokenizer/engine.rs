@@ -1,12 +1,14 @@
 //! The fast engine: added tokens, normal form, pieces, ids.
 
 use super::added::{Finder, Stretch};
+use super::borders::Borders;
 use super::bpe::{Bpe, Memo, Unit};
 use super::cache::{Cache, Found, LONG, SHORT, hash, key};
 use super::cut::{Cutter, Scheme};
 use super::masks::Simd;
 use super::model::{Added, Form, Plan, Prefix, SPACE_MARK};
 use super::normal::{Normal, normalise};
+use super::rounds::Rounds;
 use super::unicode::{Classes, Version};
 use super::walk::{Ends, Walk};
 
@@ -21,21 +23,44 @@ pub struct Engine {
     raw: Finder,
     normalized: Finder,
     bpe: Bpe,
+    borders: Option<Borders>,
     /// A cache that holds the vocabulary.
     seed: Cache,
 }
 
-/// What one thread works with: its piece cache and buffers, about 10 MB. It belongs to one tokenizer.
+/// What one thread works with: its piece cache and buffers. It belongs to one tokenizer.
 pub struct Scratch {
     pub(super) cache: Cache,
     memo: Memo,
     ends: Option<Box<Ends>>,
     keys: Vec<(u128, u64)>,
     out: Vec<u32>,
+    gaps: Vec<Gap>,
+    parts: Vec<Part>,
+    rounds: Rounds,
 }
 
-/// Pieces that are looked up together, so that memory answers while others are prepared.
-const BATCH: usize = 256;
+/// A piece whose ids are not at hand.
+struct Gap {
+    /// How many ids of other pieces come before it.
+    filled: usize,
+    start: usize,
+    end: usize,
+    /// Where its parts end.
+    parts: usize,
+}
+
+/// A part of such a piece.
+struct Part {
+    start: usize,
+    end: usize,
+    job: Option<usize>,
+}
+
+/// Pieces whose gaps are filled together.
+const BATCH: usize = 512;
+/// Pieces that memory is asked for while those before them are looked up.
+const STEP: usize = 64;
 
 /// Where the bytes of a worked text come from in the text given.
 enum Origin<'a> {
@@ -94,6 +119,7 @@ impl Engine {
             marks_first,
             raw,
             normalized,
+            borders: if bpe.has_parts() { Borders::new(bpe.texts()) } else { None },
             bpe,
             seed: Cache::new(0),
         };
@@ -122,8 +148,11 @@ impl Engine {
             cache: self.seed.clone(),
             memo: Memo::default(),
             ends: None,
-            keys: vec![(0, 0); BATCH],
-            out: vec![0; 4 * BATCH],
+            keys: vec![(0, 0); 2 * STEP],
+            out: vec![0; 7 * BATCH],
+            gaps: Vec::new(),
+            parts: Vec::new(),
+            rounds: Rounds::default(),
         }
     }
 
@@ -339,61 +368,114 @@ impl Engine {
 
     /// Appends the ids of the pieces from `first` on that end at `ends`; at most [`BATCH`].
     fn look_up(&self, text: &[u8], first: usize, ends: &[u32], scratch: &mut Scratch, ids: &mut Vec<u32>) {
-        let Scratch { cache, memo, keys, out, .. } = scratch;
-        let mut start = first;
-        for (slot, end) in keys.iter_mut().zip(ends.iter()) {
-            let (end, from) = (*end as usize, start);
-            start = end;
-            if end - from > SHORT {
-                continue;
+        let Scratch { cache, keys, out, gaps, .. } = scratch;
+        let (mut asked, mut start, mut filled) = (first, first, 0);
+        let mut ask = |cache: &Cache, ends: &[u32], keys: &mut [(u128, u64)]| {
+            for (slot, end) in keys.iter_mut().zip(ends) {
+                let (end, from) = (*end as usize, asked);
+                asked = end;
+                if end - from > SHORT {
+                    continue;
+                }
+                let key = key(text, from, end - from);
+                let hash = hash(key);
+                cache.prefetch(hash);
+                *slot = (key, hash);
             }
-            let key = key(text, from, end - from);
-            let hash = hash(key);
-            cache.prefetch(hash);
-            *slot = (key, hash);
+        };
+        // What is known goes to `out`; what is not leaves a gap.
+        gaps.clear();
+        let (mut steps, mut half) = (ends.chunks(STEP).peekable(), 0);
+        if let Some(step) = steps.peek() {
+            ask(cache, step, &mut keys[..STEP]);
         }
-        let (mut start, mut filled) = (first, 0);
-        for (index, end) in ends.iter().enumerate() {
-            let (from, end) = (start, *end as usize);
-            start = end;
-            if end - from <= SHORT {
-                let (key, hash) = keys[index];
-                match cache.get(key, hash) {
-                    Some(Found::Few(few, count)) => {
+        while let Some(step) = steps.next() {
+            let (these, others) = keys.split_at_mut(STEP);
+            let (these, others) = if half == 0 { (these, others) } else { (others, these) };
+            half ^= 1;
+            if let Some(step) = steps.peek() {
+                ask(cache, step, others);
+            }
+            for ((key, hash), end) in these.iter().zip(step) {
+                let (from, end) = (start, *end as usize);
+                start = end;
+                if end - from <= SHORT {
+                    if let Some(Found::Few(few, count)) = cache.get(*key, *hash) {
                         out[filled..filled + 4].copy_from_slice(&few);
                         filled += count;
                         continue;
                     }
-                    found => {
-                        ids.extend_from_slice(&out[..filled]);
-                        filled = 0;
-                        if let Some(Found::Many(many)) = found {
-                            ids.extend_from_slice(many);
-                            continue;
+                } else if end - from <= LONG
+                    && let Some(Found::Few(few, count)) = cache.get_long(&text[from..end])
+                {
+                    out[filled..filled + 7].copy_from_slice(&few);
+                    filled += count;
+                    continue;
+                }
+                gaps.push(Gap { filled, start: from, end, parts: 0 });
+            }
+        }
+        if gaps.is_empty() {
+            ids.extend_from_slice(&out[..filled]);
+        } else {
+            self.fill(text, filled, scratch, ids);
+        }
+    }
+
+    /// Appends what was found, and in its gaps the ids of pieces that were not.
+    #[inline(never)]
+    fn fill(&self, text: &[u8], filled: usize, scratch: &mut Scratch, ids: &mut Vec<u32>) {
+        let Scratch { cache, memo, out, gaps, parts, rounds, .. } = scratch;
+        parts.clear();
+        rounds.clear();
+        for gap in gaps.iter_mut() {
+            let (piece, base) = (&text[gap.start..gap.end], gap.start);
+            let mut start = base;
+            match &self.borders {
+                Some(borders) if !piece.is_ascii() => borders.cut(piece, |end| {
+                    let end = base + end;
+                    if end - start <= SHORT {
+                        cache.prefetch(hash(key(text, start, end - start)));
+                    }
+                    parts.push(Part { start, end, job: None });
+                    start = end;
+                }),
+                _ => parts.push(Part { start, end: gap.end, job: None }),
+            }
+            gap.parts = parts.len();
+        }
+        for part in parts.iter_mut() {
+            if cache.find(text, part.start, part.end).is_none() {
+                let piece = &text[part.start..part.end];
+                part.job = self.bpe.whole(piece).is_none().then(|| rounds.add(&self.bpe, piece)).flatten();
+            }
+        }
+        rounds.run(self.bpe.pairs(), self.simd);
+        let (mut copied, mut next) = (0, 0);
+        for gap in gaps.iter() {
+            ids.extend_from_slice(&out[copied..gap.filled]);
+            copied = gap.filled;
+            let before = ids.len();
+            for part in &parts[next..gap.parts] {
+                let before = ids.len();
+                match cache.find(text, part.start, part.end) {
+                    Some(Found::Few(few, count)) => ids.extend_from_slice(&few[..count]),
+                    Some(Found::Many(many)) => ids.extend_from_slice(many),
+                    None => {
+                        match part.job {
+                            Some(job) => rounds.ids(job, &self.bpe, ids),
+                            None => self.bpe.encode(&text[part.start..part.end], memo, ids),
                         }
-                        let before = ids.len();
-                        self.bpe.encode(&text[from..end], memo, ids);
-                        cache.put(key, hash, &ids[before..]);
-                        continue;
+                        cache.keep(text, part.start, part.end, &ids[before..]);
                     }
                 }
             }
-            ids.extend_from_slice(&out[..filled]);
-            filled = 0;
-            let piece = &text[from..end];
-            if piece.len() > LONG {
-                self.bpe.encode(piece, memo, ids);
-                continue;
+            if gap.parts - next > 1 && cache.find(text, gap.start, gap.end).is_none() {
+                cache.keep(text, gap.start, gap.end, &ids[before..]);
             }
-            if let Some(found) = cache.get_long(piece) {
-                ids.extend_from_slice(found);
-                continue;
-            }
-            let before = ids.len();
-            self.bpe.encode(piece, memo, ids);
-            cache.put_long(piece, &ids[before..]);
+            next = gap.parts;
         }
-        ids.extend_from_slice(&out[..filled]);
+        ids.extend_from_slice(&out[copied..filled]);
     }
 }
 

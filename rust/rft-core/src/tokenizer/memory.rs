@@ -1,37 +1,58 @@
 //! Memory of the hash tables.
 
-/// A power of two of slots, addressed by the top bits of a hash.
+/// A power of two of slots, addressed by the top bits of a hash. Large ones lie on pages of 2 MiB.
 pub struct Table<T> {
-    slots: Vec<T>,
+    /// The slots, behind those left empty so that they start at a large page.
+    held: Vec<T>,
+    skipped: usize,
     shift: u32,
 }
 
+/// The size of a large page.
+const PAGE: usize = 2 << 20;
+
 impl<T: Copy> Clone for Table<T> {
     fn clone(&self) -> Table<T> {
-        let mut slots = Vec::with_capacity(self.slots.len());
-        large_pages(&slots);
-        slots.extend_from_slice(&self.slots);
-        Table { slots, shift: self.shift }
+        Table::with(self.len(), self.slots()[0], |held| held.extend_from_slice(self.slots()))
     }
 }
 
 impl<T: Copy + Default> Table<T> {
-    /// `size` empty slots; a power of two, at least 2.
+    /// `size` slots of [`Default`]; a power of two, at least 2.
     pub fn new(size: usize) -> Table<T> {
-        let mut slots: Vec<T> = Vec::with_capacity(size);
-        large_pages(&slots);
-        slots.resize(size, T::default());
-        Table { slots, shift: 64 - size.trailing_zeros() }
+        Table::filled(size, T::default())
+    }
+}
+
+impl<T: Copy> Table<T> {
+    /// `size` slots that hold the same; a power of two, at least 2.
+    pub fn filled(size: usize, value: T) -> Table<T> {
+        Table::with(size, value, |held| held.resize(held.len() + size, value))
+    }
+
+    fn with(size: usize, value: T, fill: impl FnOnce(&mut Vec<T>)) -> Table<T> {
+        let bytes = size * size_of::<T>();
+        let spare = if bytes >= PAGE { PAGE / size_of::<T>() } else { 0 };
+        let mut held: Vec<T> = Vec::with_capacity(size + spare);
+        let mut skipped = 0;
+        if bytes >= PAGE {
+            let address = held.as_ptr() as usize;
+            skipped = (address.next_multiple_of(PAGE) - address) / size_of::<T>();
+            large_pages(&held);
+        }
+        held.resize(skipped, value);
+        fill(&mut held);
+        Table { held, skipped, shift: 64 - size.trailing_zeros() }
     }
 
     /// The number of slots.
     pub fn len(&self) -> usize {
-        self.slots.len()
+        self.held.len() - self.skipped
     }
 
     /// All slots.
-    pub fn entries(&self) -> &[T] {
-        &self.slots
+    pub fn slots(&self) -> &[T] {
+        &self.held[self.skipped..]
     }
 
     /// The first slot of a hash.
@@ -43,25 +64,25 @@ impl<T: Copy + Default> Table<T> {
     /// The slot behind a slot.
     #[inline(always)]
     pub fn next(&self, slot: usize) -> usize {
-        (slot + 1) & (self.slots.len() - 1)
+        (slot + 1) & (self.len() - 1)
     }
 
     /// A slot.
     #[inline(always)]
     pub fn at(&self, slot: usize) -> &T {
-        &self.slots[slot]
+        &self.held[self.skipped + slot]
     }
 
     /// A slot, to be written.
     #[inline(always)]
     pub fn at_mut(&mut self, slot: usize) -> &mut T {
-        &mut self.slots[slot]
+        &mut self.held[self.skipped + slot]
     }
 
-    /// Asks for the cache line of a hash's first slot.
+    /// Asks for the cache line of a slot.
     #[inline(always)]
-    pub fn prefetch(&self, hash: u64) {
-        prefetch(&self.slots[self.slot(hash)]);
+    pub fn prefetch(&self, slot: usize) {
+        prefetch(self.at(slot));
     }
 }
 
@@ -77,11 +98,11 @@ fn prefetch<T>(place: &T) {
     let _ = place;
 }
 
-/// Asks for 2 MiB pages for the room of an empty list, before it is touched: 7 to 15 % faster look-ups.
-fn large_pages<T>(empty: &Vec<T>) {
+/// Asks for 2 MiB pages for the room of an empty list, before it is touched: faults are fewer, and look-ups in tables 7
+/// to 15 % faster.
+pub fn large_pages<T>(empty: &Vec<T>) {
     #[cfg(target_os = "linux")]
     {
-        const PAGE: usize = 2 << 20;
         let start = (empty.as_ptr() as usize).next_multiple_of(PAGE);
         let end = empty.as_ptr() as usize + empty.capacity() * size_of::<T>();
         if start < end {

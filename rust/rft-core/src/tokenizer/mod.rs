@@ -6,6 +6,7 @@
 //! two differ or the fast one does not know the file; [`Tokenizer::engine`] says which and why.
 
 mod added;
+mod borders;
 mod bpe;
 mod bulk;
 mod cache;
@@ -17,6 +18,8 @@ mod masks;
 mod memory;
 mod model;
 mod normal;
+mod pairs;
+mod rounds;
 mod slow;
 mod trie;
 pub mod unicode;

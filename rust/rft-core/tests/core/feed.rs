@@ -50,6 +50,9 @@ fn share(rank: usize, world_size: usize) -> Share {
     Share { rank, world_size, micro_batch: 1, packs_per_step: PACKS, first_pack: 0, balance: true }
 }
 
+/// Ids and labels of a step's micro-batches.
+type Step = Vec<(Vec<i64>, Vec<i64>)>;
+
 struct Ring {
     rows: Vec<[Vec<i64>; 3]>,
     borders: Vec<i32>,
@@ -62,11 +65,11 @@ impl Ring {
     }
 
     /// Ids and labels of each step's micro-batches that are left, up to `steps` of them.
-    fn read(&mut self, stream: &Stream, steps: usize) -> Vec<Vec<(Vec<i64>, Vec<i64>)>> {
+    fn read(&mut self, stream: &Stream, steps: usize) -> Vec<Step> {
         self.try_read(stream, steps).unwrap()
     }
 
-    fn try_read(&mut self, stream: &Stream, steps: usize) -> rft_core::Result<Vec<Vec<(Vec<i64>, Vec<i64>)>>> {
+    fn try_read(&mut self, stream: &Stream, steps: usize) -> rft_core::Result<Vec<Step>> {
         let (mut all, mut step) = (Vec::new(), Vec::new());
         while all.len() < steps {
             let [ids, labels, positions] = &mut self.rows[0];

@@ -1,0 +1,154 @@
+//! Merging pieces side by side.
+//!
+//! BPE as defined, for pieces of few symbols: O(n^2) in their number, but all that a pick costs is two look-ups in the
+//! table of pairs. That table is larger than a second-level cache, and each pick waits for the one before it; so many
+//! pieces take their picks in turns, and memory answers one while the others go on.
+
+use super::bpe::Bpe;
+use super::masks::Simd;
+use super::pairs::{self, NOBODY, Pairs};
+use super::trie::NONE;
+
+/// Places of a piece: symbols stand from 1 on with [`NOBODY`] at either end. Below 2^5, see [`pick`].
+const ROOM: usize = 32;
+/// How many symbols at most are merged so.
+pub const PICKED: usize = ROOM - 2;
+/// Pieces that take turns.
+const TURNS: usize = 24;
+
+/// A piece.
+struct Job {
+    symbols: [u32; ROOM],
+    /// Product and place of each pair that merges; in between the slots to be read.
+    picks: [u32; ROOM],
+    /// Places that hold a symbol or the ends.
+    alive: u32,
+    count: usize,
+    /// The two pairs of the last pick: place, slot, key.
+    asked: [(usize, u32, u64); 2],
+}
+
+/// Pieces that wait for their merges.
+#[derive(Default)]
+pub struct Rounds(Vec<Job>);
+
+/// Product << 5 | place of the left one: the least is the next pick, the leftmost of equals.
+#[inline(always)]
+fn pick(product: u32, at: usize) -> u32 {
+    if product == NONE { NONE } else { product << 5 | at as u32 }
+}
+
+impl Rounds {
+    /// Forgets all pieces.
+    pub fn clear(&mut self) {
+        self.0.clear();
+    }
+
+    /// Adds a piece, and gives its number; none where it has too many symbols or one that is none.
+    pub fn add(&mut self, bpe: &Bpe, piece: &[u8]) -> Option<usize> {
+        let mut symbols = [NOBODY; ROOM];
+        let count = bpe.symbols(piece, &mut symbols[1..=PICKED])?;
+        let picks = [NONE; ROOM];
+        let alive = ((2u64 << (count + 1)) - 1) as u32;
+        self.0.push(Job { symbols, picks, alive, count, asked: [(0, 0, 0); 2] });
+        Some(self.0.len() - 1)
+    }
+
+    /// Merges all.
+    pub fn run(&mut self, pairs: &Pairs, simd: Simd) {
+        match simd {
+            // SAFETY: [`Simd::all`] gives them only where the processor has these.
+            #[cfg(target_arch = "x86_64")]
+            Simd::Avx2 | Simd::Avx512 => unsafe { self.run_avx2(pairs) },
+            _ => self.run_any(pairs),
+        }
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    #[target_feature(enable = "avx2,bmi1,bmi2,lzcnt")]
+    fn run_avx2(&mut self, pairs: &Pairs) {
+        self.run_any(pairs);
+    }
+
+    #[inline(always)]
+    fn run_any(&mut self, pairs: &Pairs) {
+        for jobs in self.0.chunks_mut(TURNS) {
+            for job in jobs.iter_mut() {
+                for at in 1..job.count {
+                    let slot = pairs.slot(pairs::key(job.symbols[at], job.symbols[at + 1]));
+                    pairs.prefetch(slot);
+                    job.picks[at] = slot;
+                }
+            }
+            let (mut active, mut left) = ([0u8; TURNS], 0);
+            for (index, job) in jobs.iter_mut().enumerate() {
+                for at in 1..job.count {
+                    let key = pairs::key(job.symbols[at], job.symbols[at + 1]);
+                    job.picks[at] = pick(pairs.read(job.picks[at], key), at);
+                }
+                active[index] = index as u8;
+                left += 1;
+            }
+            while left > 0 {
+                let mut index = 0;
+                while index < left {
+                    if jobs[usize::from(active[index])].ask(pairs) {
+                        index += 1;
+                    } else {
+                        left -= 1;
+                        active[index] = active[left];
+                    }
+                }
+                for index in &active[..left] {
+                    jobs[usize::from(*index)].answer(pairs);
+                }
+            }
+        }
+    }
+
+    /// Appends the ids of a piece.
+    pub fn ids(&self, index: usize, bpe: &Bpe, ids: &mut Vec<u32>) {
+        let job = &self.0[index];
+        let mut rest = job.alive & !1 & !(1 << (job.count + 1));
+        while rest != 0 {
+            ids.push(bpe.ids()[job.symbols[rest.trailing_zeros() as usize & (ROOM - 1)] as usize]);
+            rest &= rest - 1;
+        }
+    }
+}
+
+impl Job {
+    /// Merges the next pick and asks for its new pairs; false where there is none.
+    #[inline(always)]
+    fn ask(&mut self, pairs: &Pairs) -> bool {
+        let best = self.picks.iter().fold(NONE, |best, pick| best.min(*pick));
+        if best == NONE {
+            return false;
+        }
+        let (product, at) = (best >> 5, best as usize & (ROOM - 1));
+        let behind = self.alive & u32::MAX << at << 1;
+        let right = behind.trailing_zeros() as usize & (ROOM - 1);
+        let next = (behind & behind.wrapping_sub(1)).trailing_zeros() as usize & (ROOM - 1);
+        let before = 31 - (self.alive & ((1 << at) - 1) | 1).leading_zeros() as usize;
+        self.alive &= !(1 << right);
+        self.symbols[at] = product;
+        self.picks[right] = NONE;
+        let ask = |place: usize, key: u64| {
+            let slot = pairs.slot(key);
+            pairs.prefetch(slot);
+            (place, slot, key)
+        };
+        self.asked = [
+            ask(at, pairs::key(product, self.symbols[next])),
+            ask(before, pairs::key(self.symbols[before & (ROOM - 1)], product)),
+        ];
+        true
+    }
+
+    #[inline(always)]
+    fn answer(&mut self, pairs: &Pairs) {
+        for (place, slot, key) in self.asked {
+            self.picks[place & (ROOM - 1)] = pick(pairs.read(slot, key), place);
+        }
+    }
+}
