@@ -6,6 +6,8 @@ import torch
 from rft.kernels import fp8
 from rft.kernels.lora_linear import Branch, FrozenLinear, lora_gated_mlp, lora_linears
 from rft.kernels.rms_norm import (
+    _add_rms_norm_fp8,
+    _rms_norm_fp8,
     add_rms_norm,
     add_rms_norm_fp8,
     rms_norm,
@@ -214,3 +216,50 @@ def test_the_mlp_in_fp8_is_its_own_formula_in_fp32(device):
     ours = [y.detach(), *(t.grad for t in down.branches[0][:2])]
     for own, plain, truth in zip(ours, formula(dtype), formula(torch.float32), strict=True):
         assert_no_worse(own.to(plain.dtype), plain, truth)
+
+
+def test_registered_ops_pass_opcheck(device):
+    x, residual = torch.randn(2, 4, 48, device=device).unbind()
+    weight = torch.rand(48, device=device)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(_rms_norm_fp8, (x, weight, 1e-5, 0.0, True), test_utils=checks)
+    torch.library.opcheck(_add_rms_norm_fp8, (x, residual, weight, 1e-5, 0.0, True), test_utils=checks)
+    torch.library.opcheck(fp8._quantise_joined, (x, residual, None), test_utils=checks)
+    torch.library.opcheck(fp8._quantise_rows, (x,), test_utils=checks)
+
+
+@pytest.mark.gpu
+def test_the_last_row_past_2_to_the_31_equals_the_same_row_alone(device):
+    M, N = 131080, 16384
+    x = torch.empty(M, N, dtype=torch.bfloat16, device=device).normal_()
+    rows, alone = fp8.quantise_rows(x), fp8.quantise_rows(x[-1:])
+    assert torch.equal(rows.q[-1:].float(), alone.q.float())
+    assert torch.equal(rows.scale[-1:], alone.scale)
+    joined = fp8.quantise_joined([x[:, :8192], x[:, 8192:]])
+    assert torch.equal(joined.q[-1:].float(), alone.q.float())
+
+
+@pytest.mark.gpu
+def test_the_host_never_waits_and_joined_products_can_be_captured(device):
+    held = fp8.quantise_weights([torch.randn(n, 256, device=device).bfloat16() for n in (512, 128, 128)])
+    x = torch.randn(128, 256, device=device, dtype=torch.bfloat16)
+    weight = torch.rand(256, device=device).bfloat16()
+
+    def step():
+        leaf = x.clone().requires_grad_()
+        y, rows = rms_norm_fp8(leaf, weight)
+        outs = lora_linears(y, [FrozenLinear(w) for w in held], rows)
+        torch.autograd.backward(outs, [torch.ones_like(o) for o in outs])
+        return leaf.grad
+
+    expected = step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    graph.replay()
+    assert torch.equal(captured, expected)

@@ -70,6 +70,22 @@ def test_flex_gives_what_plain_maths_gives(monkeypatch, options):
     assert len(documents.made) == 1  # the second layer finds it made
 
 
+def test_lengths_are_looked_through_once_a_batch_and_not_once_a_layer(monkeypatch):
+    looked = []
+    plain = fast._is_dense
+    monkeypatch.setattr(fast, "_is_dense", lambda n: looked.append(n) or plain(n))
+    monkeypatch.setattr(fast, "varlen", math)
+    for lengths in ((9, 4, 7), (fast.LONG, 5)):
+        q, k, v = tensors(lengths=lengths) if sum(lengths) < 100 else (None,) * 3
+        documents = Documents.from_lengths(lengths)
+        looked.clear()
+        for _ in range(3):  # layers
+            assert bool(fast._runs_of(documents)) == (fast.LONG in lengths)
+            if q is not None:
+                fast.cudnn(Inputs(q, k, v, 0.25), documents, None)
+        assert 0 < len(looked) <= 2 * len(lengths)
+
+
 def test_cudnn_takes_long_documents_each_and_runs_of_others_together(monkeypatch):
     monkeypatch.setattr(fast, "LONG", 50)
     monkeypatch.setattr(fast, "WHOLE", 10)

@@ -10,6 +10,7 @@ from torch import nn
 
 from rft.kernels import fp8
 from rft.memory.recompute import apply_recompute
+from rft.memory.tiled_mlp import apply_tiled_mlp
 from rft.models.attention import install_attention, register
 from rft.models.backbone import Backbone, decoder_layers
 from rft.models.decoder_layer import DECODER_LAYER, count_handed_rows, readers_of_one_input
@@ -24,7 +25,7 @@ from support.rows import packed_batch, random_documents
 
 def run(model, batch):
     """Hidden states of a packed batch, and the gradient of each parameter."""
-    state = install_attention(model, "sdpa")
+    state = install_attention(model, "math")
     hidden, _ = Backbone(model, state)(batch)
     hidden.square().sum().backward()
     return hidden.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -150,3 +151,21 @@ def test_norms_hand_on_fp8_rows_and_nothing_else_of_the_step_changes(monkeypatch
     assert sorted(products) == sorted(
         2 * [2 * inner, width, width] + [q + 2 * kv]
     )  # nothing asks for the first layer's input
+
+
+def test_an_mlp_in_pieces_gets_no_rows_of_the_whole_and_computes_the_same():
+    batch = packed_batch(*random_documents(30, 20))
+    runs = []
+    for tiles in (1, 2):
+        model, _ = with_layers("llama", others=True)
+        model.requires_grad_(False)
+        layers = list(decoder_layers(model))
+        quantise_base(layers, keep_ends=0, readers=readers_of_one_input)
+        model.model.embed_tokens.weight.requires_grad_(True)
+        apply_tiled_mlp(layers, tiles)
+        assert count_handed_rows(layers) == ((4, 4) if tiles == 1 else (2, 2))
+        runs.append(run(model, batch))
+    (hidden, gradients), (hidden_again, gradients_again) = runs
+    assert_close(hidden_again, hidden, 1e-5)
+    for name, gradient in gradients.items():
+        assert_close(gradients_again[name], gradient, 1e-5, name)

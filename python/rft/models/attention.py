@@ -78,6 +78,10 @@ class Documents:
         return max(self.lengths)
 
     @cached_property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+    @cached_property
     def made(self) -> dict[Any, Any]:
         """What backends have made of the borders, for all layers of a forward and its backward."""
         return {}
@@ -264,10 +268,10 @@ def attention(
         state.calls += 1
         _note(state.needs, inputs, window, mask.chunk)
     documents = mask.documents if mask.chunk is None else mask.documents.chunked(mask.chunk)
-    if sum(documents.lengths) != query.shape[2]:
+    if documents.tokens != query.shape[2]:
         raise Refused(
             type(module).__name__,
-            f"got {query.shape[2]} tokens for documents of {sum(documents.lengths)}",
+            f"got {query.shape[2]} tokens for documents of {documents.tokens}",
             wanted="the whole packed row in each layer",
         )
     name = state.backend if state is not None else "math"

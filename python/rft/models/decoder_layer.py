@@ -70,8 +70,10 @@ def _forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Ten
 
 
 def takes_rows(part: nn.Module) -> bool:
-    """Whether an attention block or MLP of ours reads its input through FP8 weights."""
-    return isinstance(part, (AttentionBlock, GatedMLP, FusedGatedMLP)) and any(holds_fp8(m) for m in part.rft_readers)
+    """Whether an attention block or MLP of ours reads its input through FP8 weights, by its own forward (tiled MLPs have another)."""
+    if not isinstance(part, (AttentionBlock, GatedMLP, FusedGatedMLP)) or "forward" in part.__dict__:
+        return False
+    return any(holds_fp8(m) for m in part.rft_readers)
 
 
 def readers_of_one_input(layer: nn.Module) -> list[tuple[nn.Module, ...]]:
