@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -142,8 +143,20 @@ class Plan:
     """Which pieces of which documents make which pack: the same on every rank; a function of its arguments alone."""
 
     def __init__(
-        self, store: Store, seq_len: int, packing: str, overlong: str, seed: int, epoch: int, shuffle: bool = True
-    ) -> None: ...
+        self,
+        store: Store,
+        seq_len: int,
+        packing: str,
+        overlong: str,
+        seed: int,
+        epoch: int,
+        shuffle: bool = True,
+        windows: bool = False,
+    ) -> None:
+        """windows: each shard is shuffled and packed for itself, one behind the other."""
+    @property
+    def windows(self) -> list[int]:
+        """First pack of each window; empty where the order is over the whole set."""
     @property
     def hash(self) -> str: ...
     @property
@@ -188,12 +201,86 @@ class Stream:
         first_pack: int = 0,
         balance: bool = True,
     ) -> None: ...
+    @staticmethod
+    def over(
+        feed: Feed,
+        *,
+        rank: int,
+        world_size: int,
+        micro_batch: int,
+        packs_per_step: int,
+        start_step: int,
+        pad_id: int,
+        capacity: int,
+        first_pack: int = 0,
+        balance: bool = True,
+    ) -> Stream:
+        """The same over the packs of a feed, once a feed."""
     @property
-    def num_steps(self) -> int: ...
+    def num_steps(self) -> int | None:
+        """Steps of the epoch; None over a feed."""
+    def wait(self, seconds: float) -> bool:
+        """Whether `take` would return at once; waits for that, but no longer than this."""
     def submit(self, slot: int, ids: int, labels: int, positions: int, cu_seqlens: int, weights: int | None) -> None:
         """Hand over a slot by the addresses of its buffers; the thread fills the next micro-batch into it."""
-    def take(self) -> tuple[int, bool, int, tuple[int, ...], tuple[int, ...], int, int, float] | None:
+    def take(self) -> tuple[int, bool, int, tuple[int, ...], tuple[int, ...], int, int, float, bool] | None:
         """The next micro-batch, in order: slot, last (of its step), tokens (T), lengths (of all documents, fill-up included),
-        pack_tokens (real tokens of each pack), num_tokens, num_label_tokens, label_weight. None at the end. Raises what the
-        thread met."""
+        pack_tokens (real tokens of each pack), num_tokens, num_label_tokens, label_weight, weighted (whether weights may differ
+        from 1). None at the end. Raises what the thread met."""
     def close(self) -> None: ...
+
+class Feed:
+    """One reader's packs out of the windows of an epoch, which a `Producer` makes in a folder (of another process, maybe)."""
+
+    def __init__(
+        self,
+        spec: str,
+        folder: str,
+        *,
+        key: str,
+        seq_len: int,
+        packing: str,
+        overlong: str,
+        seed: int,
+        epoch: int,
+        shuffle: bool,
+        reader: int,
+        cursor: str | None = None,
+    ) -> None:
+        """key: as `stream_key` gave it when the run began. reader: its number among those of the folder, from 0. cursor: where to begin, as `cursor` gave it."""
+    def cursor(self, pack: int) -> str | None:
+        """JSON of the last place at or before a pack from which to go on."""
+    def done(self, pack: int) -> None:
+        """Packs before this one are done with: their windows may be removed."""
+    def share(self, pack: int) -> float:
+        """Share of the sources' bytes that went into the packs before this one."""
+    def counts(self, pack: int) -> str | None:
+        """What was read, kept and dropped for the windows up to that of the pack before this one, as JSON like a manifest's."""
+    def totals(self) -> dict[str, int]:
+        """Over the windows opened: windows, packs, tokens, label_tokens, and the counts of `Plan`."""
+
+class Producer:
+    """Prepares the sources of a spec as windows in a folder, on threads of its own, and removes those that all readers have used."""
+
+    def __init__(
+        self,
+        spec: str,
+        folder: str,
+        *,
+        key: str,
+        cursor: str | None = None,
+        ahead: int,
+        readers: int,
+        first_wait: float,
+        render: Callable[[list[str]], list[tuple[str, list[tuple[int, int]]] | str]] | None = None,
+    ) -> None:
+        """ahead: windows made ahead of the slowest reader. first_wait: seconds before the second attempt at a source that fails."""
+    def status(self) -> dict[str, Any]:
+        """bytes, bytes_total, rows, windows, trouble (what is wrong with a source that is tried again, or None)."""
+    def stop(self) -> None: ...
+
+def stream_key(spec: str) -> str:
+    """Key of what `Producer` makes of a spec: of the files' content it holds only their sizes and ETags."""
+
+def remote_states(urls: list[str]) -> list[tuple[int, str]]:
+    """Size and ETag (or time of change) of each URL."""

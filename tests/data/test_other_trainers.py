@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -91,3 +93,23 @@ def test_datasets_and_trainer_take_the_packs(path, tmp_path, monkeypatch):
         logits = model(input_ids=batches[0].input_ids, position_ids=batches[0].position_ids, use_cache=False).logits
         ours = torch.nn.functional.cross_entropy(logits[0].float(), batches[0].labels[0])
     torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-6)
+
+
+def test_the_loader_for_torchtitan_goes_on_from_its_state_into_the_next_epoch(path):
+    names = run("torchtitan", {})
+    training = SimpleNamespace(dataset_path=path, seq_len=128, local_batch_size=2)
+
+    def loader():
+        return names["build_packed_dataloader"](2, 1, None, SimpleNamespace(training=training))
+
+    first = loader()
+    straight = [(labels, first.state_dict()) for (_, labels), _ in zip(first, range(40), strict=False)]
+    epochs = [state["position"]["epoch"] for _, state in straight]
+    assert epochs[-1] > epochs[0], "into the next epoch"
+    for stop in (3, epochs.index(1), 30):
+        again = loader()
+        again.load_state_dict(json.loads(json.dumps(straight[stop][1])))
+        rest = zip(again, straight[stop + 1 :], strict=False)
+        assert all(torch.equal(ours, theirs) for (_, ours), (theirs, _) in rest)
+    inputs, labels = next(iter(loader()))
+    assert inputs["input"].shape == inputs["positions"].shape == labels.shape == (2, 128)

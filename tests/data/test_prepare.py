@@ -183,7 +183,7 @@ def test_sets_of_an_older_format_are_told_and_made_anew(tmp_path, files, two_set
     (older / "manifest.json").write_text('{"format": "rft-store", "format_version": 1}')
     prepare(config(tmp_path, "b.jsonl"), files)
     told = " ".join(capsys.readouterr().out.split())
-    assert "1 prepared sets" in told
+    assert "1 prepared set of another format version" in told
     assert "prune" in told
     prepare(config(tmp_path, "b.jsonl"), files)
     assert capsys.readouterr().out == ""

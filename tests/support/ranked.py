@@ -52,10 +52,19 @@ class RankLoader:
     def plan(self, epoch: int) -> Any:
         return SimpleNamespace(hash=f"{len(self.packs)} packs, epoch {epoch}", num_packs=len(self.packs))
 
+    def plan_hash(self, epoch: int) -> str:
+        return self.plan(epoch).hash
+
+    def share_done(self, epoch: int, steps: int, packs_per_step: int) -> float:
+        return steps / self.steps_in_epoch(epoch, packs_per_step)
+
+    def cursor(self, packs: int) -> None:
+        return None
+
     def steps_in_epoch(self, epoch: int, packs_per_step: int) -> int:
         return -(-len(self.packs) // packs_per_step)
 
-    def steps(self, epoch: int, packs_per_step: int, start_step: int = 0) -> Iterator[list[Batch]]:
+    def steps(self, epoch: int, packs_per_step: int, start_step: int = 0, cursor: None = None) -> Iterator[list[Batch]]:
         share = self.world.world_size * self.micro_batch
         for start in range(start_step * packs_per_step, len(self.packs), packs_per_step):
             step = self.packs[start : min(start + packs_per_step, len(self.packs))]

@@ -104,10 +104,19 @@ class StubLoader:
     def plan(self, epoch: int) -> Any:
         return SimpleNamespace(hash=f"stub-{len(self.packs)}-{epoch}", num_packs=len(self.packs))
 
+    def plan_hash(self, epoch: int) -> str:
+        return self.plan(epoch).hash
+
+    def share_done(self, epoch: int, steps: int, packs_per_step: int) -> float:
+        return steps / self.steps_in_epoch(epoch, packs_per_step)
+
+    def cursor(self, packs: int) -> None:
+        return None
+
     def steps_in_epoch(self, epoch: int, packs_per_step: int) -> int:
         return -(-len(self.packs) // packs_per_step)
 
-    def steps(self, epoch: int, packs_per_step: int, start_step: int = 0) -> Iterator[list[Batch]]:
+    def steps(self, epoch: int, packs_per_step: int, start_step: int = 0, cursor: None = None) -> Iterator[list[Batch]]:
         for start in range(start_step * packs_per_step, len(self.packs), packs_per_step):
             packs = self.packs[start : min(start + packs_per_step, len(self.packs))]
             yield [join(packs[i : i + self.micro_batch]) for i in range(0, len(packs), self.micro_batch)]

@@ -26,7 +26,7 @@ COMMANDS = {
     "train": "Fine-tune a model as a TOML file says; run it again to resume",
     "plan": "Memory, speed and time before anything is loaded, with the reason for each choice",
     "prepare": "Tokenise, mask and store the data ahead of time",
-    "data": "Prepared sets: list, verify, export, remove",
+    "data": "Prepared sets: make, pack, show, verify, export, remove",
     "inspect": "Show samples as the model will see them",
     "verify": "Check parity on this config's own architecture",
     "eval": "Held-out loss of a run, an adapter or a model",

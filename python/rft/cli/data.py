@@ -1,4 +1,4 @@
-"""`rft data ls | verify | export | prune`: the same code as the program `rft-data`, which parses its arguments itself."""
+"""`rft data prepare | pack | stats | cat | ls | verify | export | prune`: the same code as the program `rft-data`, which parses its arguments itself."""
 
 from __future__ import annotations
 

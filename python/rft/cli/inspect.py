@@ -42,7 +42,7 @@ def command(
 
     data = PreparedData(checked)
     loader = data.loader()
-    inspector = Inspector(data.prepared.train, data.tokenizer, loader)
+    inspector = Inspector(data.prepared.train_store, data.tokenizer, loader)
     packs = loader.plan(0).num_packs
     if pack is not None and pack >= packs:
         raise ConfigError("--pack", f"{pack}", wanted=f"0 to {packs - 1}: the first epoch has {counted(packs, 'pack')}")

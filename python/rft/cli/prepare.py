@@ -83,7 +83,7 @@ class PreparedData:
             overlong=data.overlong,
             seed=self.config.train.seed,
             pad_id=self.tokenizer.pad_id,
-            shuffle=name == "train",
+            shuffle="window" if name == "train" and data.shuffle == "window" else name == "train",
             name=name,
         )
 

@@ -48,6 +48,10 @@ class DataConfig(Table):
     """`stream` = best fit in the epoch's seeded order, unbiased; `bfd` = tightest, biased; `even` = every pack a like mix; `sequential` = rows in file order; `none` = a document a row."""
     overlong: Literal["split", "truncate", "drop", "error"] = "split"
     """What happens to documents longer than seq_len. Always counted."""
+    shuffle: Literal["full", "window"] = "full"
+    """`full` = over the whole set; `window` = within windows of 64 MiB of token ids, one behind the other, the data sets side by side: the order that streaming gives."""
+    streaming: bool = False
+    """Train while the data is prepared, with a few windows of it on disk at a time: for sets larger than the disk, or that should not be waited for. Needs `shuffle = "window"` and `train.max_steps`."""
     on_error: Literal["fail", "skip"] = "fail"
     """A bad row stops the run, or is counted and left out."""
     template: str = "model"

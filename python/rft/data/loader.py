@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -47,13 +47,14 @@ class Loader:
         world_size: int = 1,
         micro_batch: int = 1,
         device: torch.device | str = "cpu",
-        shuffle: bool = True,
+        shuffle: bool | Literal["window"] = True,
         balance: bool = True,
         name: str = "train",
     ):
         """seq_len: tokens of a pack. packing: stream, bfd, even, sequential or none. overlong: split, truncate, drop or error.
 
-        pad_id: fills up packs; any id of the vocabulary, as nothing is learned there. micro_batch: packs of a `Batch`. balance: the packs of a step are dealt to the ranks by their cost. name: for messages.
+        pad_id: fills up packs; any id of the vocabulary, as nothing is learned there. micro_batch: packs of a `Batch`. shuffle: over
+        the whole set, within windows of it, or not at all. balance: the packs of a step are dealt to the ranks by their cost. name: for messages.
         """
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} of {world_size}")
@@ -85,23 +86,48 @@ class Loader:
 
         try:
             return _native.Plan(
-                self.store, self.seq_len, self.packing, self.overlong, self.seed, epoch, shuffle=self.shuffle
+                self.store,
+                self.seq_len,
+                self.packing,
+                self.overlong,
+                self.seed,
+                epoch,
+                shuffle=bool(self.shuffle),
+                windows=self.shuffle == "window",
             )
         except _native.NativeError as error:
             where = error.where or f"data ({self.name})"
             raise DataError(shown_path(where), error.problem, wanted=error.wanted, do=error.do) from None
+
+    def plan_hash(self, epoch: int) -> str:
+        """Of the packs of an epoch and their order."""
+        return self.plan(epoch).hash
+
+    def share_done(self, epoch: int, steps: int, packs_per_step: int) -> float:
+        """The share of an epoch that its first steps are."""
+        return steps / self.steps_in_epoch(epoch, packs_per_step)
+
+    def cursor(self, packs: int) -> dict[str, Any] | None:
+        """What it takes to go on behind so many packs, beside their number: nothing, where the whole plan is known."""
+        return None
 
     def steps_in_epoch(self, epoch: int, packs_per_step: int) -> int:
         """Optimizer steps of an epoch, the short last one included."""
         return -(-self.plan(epoch).num_packs // packs_per_step)
 
     def steps(
-        self, epoch: int, packs_per_step: int, start_step: int = 0, *, first_pack: int = 0
+        self,
+        epoch: int,
+        packs_per_step: int,
+        start_step: int = 0,
+        *,
+        first_pack: int = 0,
+        cursor: dict[str, Any] | None = None,
     ) -> Iterator[list[Batch]]:
         """This rank's micro-batches of every step from `start_step` on, on the device.
 
         packs_per_step: of all ranks, a multiple of micro_batch * world_size. first_pack: where step 0 begins; behind the packs
-        that were read before packs_per_step changed.
+        that were read before packs_per_step changed. cursor: of a position, as `cursor()` gave it.
         """
         from rft import _native
 
@@ -124,25 +150,10 @@ class Loader:
             balance=self.balance,
         )
         self._streams.add(stream)
-        owner = os.getpid()
         try:
-            ring = _Ring(stream, capacity, self.device, weights=self.store.has_weights)
-            micro_batches: list[Batch] = []
-            while True:
-                if os.getpid() != owner:
-                    raise RuntimeError("a loader's iterator was taken over a fork, where its thread does not exist")
-                filled = ring.take()
-                if filled is None:
-                    break
-                micro_batches.append(filled[0])
-                if filled[1]:
-                    yield micro_batches
-                    micro_batches = []
-            assert not micro_batches, "the stream ended inside a step"
+            yield from read_steps(Ring(stream, capacity, self.device, weights=self.store.has_weights))
         finally:
             self._streams.discard(stream)
-            if os.getpid() == owner:
-                stream.close()
 
     def _capacity(self, plan: Plan) -> int:
         if self.packing != "none":
@@ -155,6 +166,27 @@ class Loader:
         for stream in list(self._streams):
             stream.close()
         self._streams.clear()
+
+
+def read_steps(ring: Ring) -> Iterator[list[Batch]]:
+    """Micro-batches, a step at a time; the stream below them is closed at the end."""
+    owner = os.getpid()
+    try:
+        micro_batches: list[Batch] = []
+        while True:
+            if os.getpid() != owner:
+                raise RuntimeError("a loader's iterator was taken over a fork, where its thread does not exist")
+            filled = ring.take()
+            if filled is None:
+                break
+            micro_batches.append(filled[0])
+            if filled[1]:
+                yield micro_batches
+                micro_batches = []
+        assert not micro_batches, "the stream ended inside a step"
+    finally:
+        if os.getpid() == owner:
+            ring.stream.close()
 
 
 class _Slot:
@@ -192,15 +224,21 @@ class _Slot:
         return ids, labels, positions, self.cu_seqlens.data_ptr(), weights
 
 
-class _Ring:
+class Ring:
     """Slots that go round. On a GPU: filled by the stream's thread, copied, handed back once the copy is done. On the CPU a
     batch keeps its buffers, and the slot gets new ones: nothing is copied."""
 
-    def __init__(self, stream: Any, capacity: int, device: torch.device, *, weights: bool):
+    def __init__(
+        self, stream: Any, capacity: int, device: torch.device, *, weights: bool, only_where_needed: bool = False
+    ):
+        """weights: slots have room for them. only_where_needed: batches in which all are 1 come without."""
         from rft import _native
 
         self.stream, self.device, self.capacity = stream, device, capacity
         self.native_error = _native.NativeError
+        self.only_where_needed = only_where_needed
+        self.wait: Callable[[], None] | None = None
+        """Called before each micro-batch is taken."""
         self.copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         if self.copies is None:
             # glibc gives memory back whenever 128 KiB are free at the end of its heap, unless a larger block was freed once;
@@ -215,6 +253,8 @@ class _Ring:
 
     def take(self) -> tuple[Batch, bool] | None:
         """The next micro-batch and whether it is the last of its step."""
+        if self.wait is not None:
+            self.wait()
         if self.waiting:
             self._hand_back()
         try:
@@ -256,8 +296,10 @@ class _Ring:
         num_tokens: int,
         num_label_tokens: int,
         label_weight: float,
+        weighted: bool,
     ) -> Batch:
-        ids, labels, positions, weights = slot.ids, slot.labels, slot.positions, slot.weights
+        ids, labels, positions = slot.ids, slot.labels, slot.positions
+        weights = slot.weights if weighted or not self.only_where_needed else None
         if tokens != self.capacity:  # rows of their own length
             ids, labels, positions = ids[:, :tokens], labels[:, :tokens], positions[:, :tokens]
             weights = None if weights is None else weights[:, :tokens]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rft.data.batch import Batch
 from rft.data.loader import Loader
+from rft.data.streaming import Readers, StreamedSet, StreamLoader
 from rft.errors import DataError
 
 if TYPE_CHECKING:
@@ -110,6 +112,81 @@ class PackedSet:
     def close(self) -> None:
         """Stop the threads of iterators that were not read to their end."""
         self._loader.close()
+
+
+class PackedStream:
+    """Data that is prepared while it is read, cut into packs: the batches of the prepared set under shuffle = "window".
+
+    One iterator at a time. `close()` (or the end of the process) removes the windows that were made.
+    """
+
+    def __init__(
+        self, config: str | Path | dict[str, Any], *, arrays: Literal["torch", "numpy"] = "torch", **options: Any
+    ):
+        """config: a TOML file, or its tables; `[model]` and `[data]` of it count. options: those of `StreamLoader`."""
+        if arrays not in ("torch", "numpy"):
+            raise ValueError(f"arrays = {arrays!r}: torch or numpy")
+        self._loader, self._arrays = StreamLoader(_streamed(config, seed=options["seed"]), **options), arrays
+
+    def epoch(self, epoch: int) -> Iterator[Batch | ArrayBatch]:
+        """Batches of an epoch from its beginning; waits for those not made yet."""
+        return self._batches(epoch, 0, None)
+
+    def state(self, epoch: int, batches: int) -> dict[str, Any]:
+        """The position behind that many batches (of each rank) of the epoch that is read, counted from where `epoch` or `resume` began: plain JSON.
+
+        It knows nothing of ranks, so it may be resumed on another number of them, or with another micro_batch.
+        """
+        packs = self._begun + batches * self._packs_at_once
+        return {
+            "plan_hash": self._loader.plan_hash(epoch),
+            "epoch": epoch,
+            "packs": packs,
+            "cursor": self._loader.cursor(packs),
+        }
+
+    def resume(self, state: dict[str, Any]) -> Iterator[Batch | ArrayBatch]:
+        """The rest of the epoch of a `state`. Raises DataError where the data or an option changed since."""
+        epoch, packs = int(state["epoch"]), int(state["packs"])
+        if self._loader.plan_hash(epoch) != state["plan_hash"]:
+            raise DataError(
+                "streamed data",
+                "the state was saved over other packs than these",
+                wanted="the files, seq_len, packing, overlong, seed and shuffle that it was saved with",
+                do="open the stream as it was opened then, or begin the epoch anew",
+            )
+        return self._batches(epoch, packs, state["cursor"])
+
+    def _batches(self, epoch: int, packs: int, cursor: dict[str, Any] | None) -> Iterator[Batch | ArrayBatch]:
+        self._begun = packs
+        for (batch,) in self._loader.steps(epoch, self._packs_at_once, first_pack=packs, cursor=cursor):
+            yield batch if self._arrays == "torch" else _as_arrays(batch)
+
+    @property
+    def _packs_at_once(self) -> int:
+        return self._loader.micro_batch * self._loader.world_size
+
+    def close(self) -> None:
+        """Stop the threads and remove the windows."""
+        self._loader.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_loader"):
+            self._loader.close()
+
+
+def _streamed(config: str | Path | dict[str, Any], *, seed: int) -> StreamedSet:
+    """What a config's `[model]` and `[data]` say, as a stream that this process reads alone."""
+    from rft.config.load import load_config
+    from rft.data.prepare import prepare
+    from rft.models.tokenizer import load_tokenizer
+
+    asked = ["data.streaming=true", 'data.shuffle="window"', "train.max_steps=1"]
+    loaded = load_config(config, asked)
+    readers = Readers(uuid.uuid4().hex)
+    made = prepare(loaded.data, load_tokenizer(loaded.model), seed=seed, readers=readers)
+    assert isinstance(made.train, StreamedSet)
+    return made.train
 
 
 def _count(value: Any, name: str) -> int:

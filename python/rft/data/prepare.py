@@ -19,6 +19,7 @@ from rft import __version__, log
 from rft.config.data import DataConfig
 from rft.data.folder import FORMAT_VERSION, SetFolder, default_root, shown_path
 from rft.data.sources import Caches, SourceFile, expand, write_rows
+from rft.data.streaming import Readers, StreamedSet, StreamLoader
 from rft.data.template import PROBES, ChatTemplate, callback, load_template, native_difference, spelled_control_tokens
 from rft.errors import ConfigError, DataError
 from rft.models.tokenizer import TokenizerFiles
@@ -46,12 +47,18 @@ Progress = Callable[[int, int, int], None]
 class Prepared:
     """The sets of a run and what became of each row."""
 
-    train: Store
+    train: Store | StreamedSet
     eval: Store | None
     template: ChatTemplate | None
     """None: a base model without a template, and no row that needed one."""
     report: dict[str, Any]
     """{"train": part, "eval": part or None, "template": ...}; a part: read, kept, dropped {reason: rows}, tokens, ..."""
+
+    @property
+    def train_store(self) -> Store:
+        """The training set, where it is prepared and no stream."""
+        assert not isinstance(self.train, StreamedSet), "only training reads a stream"
+        return self.train
 
 
 def prepare(
@@ -62,12 +69,22 @@ def prepare(
     progress: Progress | None = None,
     lead: bool = True,
     seed: int = 0,
+    readers: Readers | None = None,
 ) -> Prepared:
     """The training set and, where the config asks for one, the held-out set; reused when nothing changed.
 
     rows: stands in for the path of the only `[[data.train]]`. lead: False in processes that shall wait for another one
-    (local rank 0) to write. seed: of the choice of rows where a data set has a fractional weight. Raises RftError kinds: rows, files and templates that are wrong, a full disk.
+    (local rank 0) to write. seed: of the choice of rows where a data set has a fractional weight. readers: who reads a stream; under data.streaming the
+    training set is not prepared here, but made while it is read. Raises RftError kinds: rows, files and templates that are wrong, a full disk.
     """
+    if data.streaming and readers is None:
+        raise ConfigError(
+            "data.streaming",
+            "prepares the data while it is trained on, and this prepares it ahead",
+            do="add --set data.streaming=false",
+        )
+    if data.streaming and rows is not None:
+        raise ConfigError("data.streaming", "reads files, and rows= gives rows from Python", do="write them to a file")
     if data.eval and data.eval_fraction:
         raise ConfigError(
             "data", "both [[data.eval]] and eval_fraction say what is held out", do="leave out one of them"
@@ -75,9 +92,14 @@ def prepare(
     folder = SetFolder(data.store or default_root())
     template = load_template(data.template, tokenizer)
     job = _Job(data, tokenizer, template, folder, progress or _nothing, lead, seed)
+    train: Store | StreamedSet
     with _train_files(data, folder, rows, job.progress) as files:
         fraction = data.eval_fraction
-        train, train_report = job.run("train", files, {"fraction": fraction, "part": "train"} if fraction else None)
+        if data.streaming:
+            assert readers is not None
+            train, train_report = job.stream(files, readers)
+        else:
+            train, train_report = job.run("train", files, {"fraction": fraction, "part": "train"} if fraction else None)
         held, eval_report = None, None
         if fraction:
             held, eval_report = job.run("eval", files, {"fraction": fraction, "part": "eval"})
@@ -156,6 +178,27 @@ class _Job:
         report["paths"] = list(dict.fromkeys(file.config.path for file in files))
         return store, report
 
+    def stream(self, files: list[SourceFile], readers: Readers) -> tuple[StreamedSet, dict[str, Any]]:
+        """The training set as a stream, of which nothing is made yet."""
+        from rft import _native
+
+        spec = self.spec(files, None)
+        spec["renderer"] = self.choose_renderer()
+        text = json.dumps(spec, ensure_ascii=False)
+        with self.folder.explain():
+            key = _native.stream_key(text)
+        render = None
+        if self.template is not None and self.renderer == "callback":
+            render = callback(self.template, self.tokenizer.special)
+        report = {
+            "streamed": True,
+            "key": key,
+            "files": len(files),
+            "bytes": sum(file.remote["bytes"] if file.remote else file.path.stat().st_size for file in files),
+            "paths": list(dict.fromkeys(file.config.path for file in files)),
+        }
+        return StreamedSet(text, key, self.folder.root, readers, render), report
+
     def _say_what_was_there(self, made: dict[str, Any]) -> None:
         if made["resumed_rows"]:
             log.say(
@@ -193,6 +236,7 @@ class _Job:
             "control_tokens": self.data.control_tokens,
             "holdout": holdout,
             "dedup": self.data.dedup,
+            "interleave": self.data.shuffle == "window",
             "seed": self.seed,
             "threads": 0,
             **({} if SHARD_BYTES is None else {"shard_bytes": SHARD_BYTES}),
@@ -236,7 +280,7 @@ def _train_files(
 ) -> Iterator[list[SourceFile]]:
     """The files of [[data.train]]; rows from Python lie in one for as long as this lasts."""
     if rows is None:
-        yield expand(data.train, "data.train", _caches(data, folder, progress))
+        yield expand(data.train, "data.train", _caches(data, folder, progress), lazy=data.streaming)
         return
     if len(data.train) != 1:
         raise ConfigError("data.train", f"rows stand in for one data set, the config names {len(data.train)}")
@@ -262,17 +306,20 @@ def _nothing(done: int, total: int, rows: int) -> None:
     """A place where Python looks at pending signals while the extension works."""
 
 
-def report_with_plan(report: dict[str, Any], loader: Loader, eval_loader: Loader | None = None) -> dict[str, Any]:
+def report_with_plan(
+    report: dict[str, Any], loader: Loader | StreamLoader, eval_loader: Loader | None = None
+) -> dict[str, Any]:
     """`report` with the packs of the first epoch in each part: what data.json holds."""
-    parts = {"train": loader, "eval": eval_loader}
-    return {
-        **report,
-        **{
-            name: {**report[name], "plan": plan_facts(part.plan(0), part)}
-            for name, part in parts.items()
-            if part is not None and report.get(name)
-        },
-    }
+    made = dict(report)
+    for name, part in (("train", loader), ("eval", eval_loader)):
+        if part is None or not report.get(name):
+            continue
+        if isinstance(part, StreamLoader):
+            options = {"packing": part.packing, "seq_len": part.seq_len, "overlong": part.overlong}
+            made[name] = {**report[name], "options": options}
+        else:
+            made[name] = {**report[name], "plan": plan_facts(part.plan(0), part)}
+    return made
 
 
 def plan_facts(plan: Plan, loader: Loader) -> dict[str, Any]:
@@ -295,6 +342,13 @@ def describe(report: dict[str, Any]) -> list[str]:
 
 
 def _sentence(name: str, part: dict[str, Any], report: dict[str, Any]) -> str:
+    if part.get("streamed"):
+        files = "1 file" if part["files"] == 1 else f"{part['files']:,} files"
+        packs = (
+            f"packs of {part['options']['seq_len']:,}" if part["options"]["packing"] != "none" else "a document a pack"
+        )
+        size = f"{files}, {part['bytes'] / 1e6:,.1f} MB"
+        return f"{_names(part['paths'])}: {size} · streamed: prepared while training, shuffled in windows · {packs}"
     dropped = {reason: count for reason, count in part.get("dropped", {}).items() if count and reason not in SPLIT}
     reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(dropped.items()))
     lost = f"{sum(dropped.values()):,} dropped" + (f" ({reasons})" if reasons else "")
@@ -367,7 +421,7 @@ def remarks(report: dict[str, Any]) -> list[str]:
 def _remarks(part: dict[str, Any]) -> list[str]:
     texts = []
     straddling = part.get("straddling_tokens", 0)
-    if straddling > _MANY_STRADDLING * part["tokens"]:
+    if straddling and straddling > _MANY_STRADDLING * part["tokens"]:
         rate = 100 * straddling / part["tokens"]
         texts.append(f"{counted(straddling, 'token')} across the border of trained text ({rate:.2f} %): trained")
     if part.get("control_token_rows"):

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rft import log
 from rft.errors import DataError, RftError
@@ -63,6 +63,26 @@ def fetch(urls: list[str], caches: Caches | None) -> dict[str, Path]:
     except _native.NativeError as error:
         raise told(error) from None
     return {url: Path(file) for url, file in zip(urls, files, strict=True)}
+
+
+def remote_states(urls: list[str], caches: Caches | None) -> dict[str, dict[str, Any]]:
+    """For each URL how it is fetched later: its size and state now, and the cache that it goes to."""
+    from rft import _native
+
+    if caches is None:
+        raise DataError(urls[0], "has to be fetched, and there is no folder to keep it in")
+    try:
+        states = _native.remote_states(urls)
+    except _native.NativeError as error:
+        raise told(error) from None
+    for url, (size, _) in zip(urls, states, strict=True):
+        if size > caches.limit:
+            problem = f"takes {size / 1e9:.3f} GB, and the cache may take {caches.limit / 1e9:.3f}"
+            raise DataError(url, problem, do="raise data.cache_gb, or give smaller files")
+    place = {"cache": str(caches.folder / "downloads"), "limit": caches.limit}
+    return {
+        url: {"url": url, "bytes": size, "etag": etag, **place} for url, (size, etag) in zip(urls, states, strict=True)
+    }
 
 
 def told(error: NativeError) -> RftError:

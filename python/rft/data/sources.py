@@ -14,7 +14,7 @@ from typing import Any
 from rft.config.data import SourceConfig
 from rft.config.explain import what_is_there
 from rft.data.code import code_rows
-from rft.data.remote import fetch, remote_files, told
+from rft.data.remote import fetch, remote_files, remote_states, told
 from rft.errors import DataError
 
 _PACKED = ("", ".gz", ".zst")
@@ -46,12 +46,15 @@ class SourceFile:
     """How messages call it, where not by its path."""
     member: str | None = None
     """A file inside the archive that `path` is."""
+    remote: dict[str, Any] | None = None
+    """Where it is fetched from when a stream reaches it: url, bytes, etag, cache, limit."""
 
     def spec(self) -> dict[str, Any]:
         """As the native extension takes it."""
         return {
             "path": str(self.path),
             "member": self.member,
+            "remote": self.remote,
             "name": self.name or None,
             "format": self.config.format,
             "fields": dict(self.config.fields),
@@ -75,10 +78,13 @@ class Caches:
     """Bytes fetched, bytes to fetch."""
 
 
-def expand(sources: Iterable[SourceConfig], table: str, caches: Caches | None = None) -> list[SourceFile]:
+def expand(
+    sources: Iterable[SourceConfig], table: str, caches: Caches | None = None, *, lazy: bool = False
+) -> list[SourceFile]:
     """Every file of every source, in the order of the config and then of their names.
 
     table: "data.train" or "data.eval", for messages. caches: None refuses rows from code and paths that have to be fetched.
+    lazy: what lies elsewhere is not fetched here, but when it is read.
     Raises DataError for a path that gives no file, for what a function of the user does, and for what cannot be fetched.
     """
     found = []
@@ -90,10 +96,14 @@ def expand(sources: Iterable[SourceConfig], table: str, caches: Caches | None = 
         found.append((number, source, key, _files(source.path, f"{key}.path")))
     # All at once, so that the files of one set never make room for each other.
     urls = [str(file) for *_, files in found for file in files if isinstance(file, str)]
-    fetched = fetch(urls, caches) if urls else {}
+    fetched = fetch(urls, caches) if urls and not lazy else {}
+    states = remote_states(urls, caches) if urls and lazy else {}
     result = []
     for number, source, key, files in found:
         for file in files:
+            if isinstance(file, str) and lazy:
+                result.append(_remote(source, number, file, f"{key}.path", states[file]))
+                continue
             path, name = (fetched[file], file) if isinstance(file, str) else (file, "")
             if source.rows:
                 result.append(_of_code(source, number, path, name, key, caches))
@@ -103,6 +113,14 @@ def expand(sources: Iterable[SourceConfig], table: str, caches: Caches | None = 
             else:
                 result.append(SourceFile(path, source, number, name))
     return result
+
+
+def _remote(source: SourceConfig, number: int, url: str, where: str, state: dict[str, Any]) -> SourceFile:
+    path = Path(url.split("?")[0].split("#")[0])
+    if path.name.lower().endswith(KINDS["archive"]):
+        do = "give the files themselves, download the archive, or leave out data.streaming"
+        raise DataError(where, f"{url} is an archive, of which streaming cannot know the members", do=do)
+    return SourceFile(path, source, number, url, remote=state)
 
 
 def _of_code(source: SourceConfig, number: int, path: Path, name: str, key: str, caches: Caches | None) -> SourceFile:

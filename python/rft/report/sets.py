@@ -58,6 +58,8 @@ def data_view(run: RunRecord) -> DataView:
         counts = [("train", run.data)]
     evidence = list(dict.fromkeys(_evidence(counts)))  # train and held-out rows of one file were decided once
     store_path = next((c["store"] for _, c in counts if isinstance(c.get("store"), str)), None)
+    if any(entry.get("streamed") for _, entry in counts):
+        return DataView(counts, evidence, missing="the data was streamed: it is no longer here as it was trained on")
     if store_path is None:
         return DataView(counts, evidence, missing="data.json names no prepared set")
     if not Path(store_path).is_dir():
@@ -91,7 +93,9 @@ def _from_store(run: RunRecord, store_path: str) -> tuple[list[Histogram], list[
     if data.get("seq_len") and data.get("packing") != "none":
         seed = run.config.get("train", {}).get("seed", 0)
         keys = {key: data[key] for key in ("seq_len", "packing", "overlong")}
-        loader = Loader(store, **keys, seed=seed, pad_id=0)
+        loader = Loader(
+            store, **keys, seed=seed, pad_id=0, shuffle="window" if data.get("shuffle") == "window" else True
+        )
         histograms.append(fill_histogram(loader.plan(0).pack_tokens().tolist(), data["seq_len"]))
     final = run.path / "final"
     home = {"path": str(final)} if (final / "tokenizer.json").is_file() else run.config["model"]

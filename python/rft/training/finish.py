@@ -8,7 +8,7 @@ from rft.training.recorder import Recorder
 from rft.training.result import Result
 from rft.training.resume import mark_finished
 from rft.training.run import Run
-from rft.training.rundir import PLAN, write_json
+from rft.training.rundir import PLAN, write_json, write_stream_counts
 from rft.training.state import load_weights
 from rft.words import counted
 
@@ -25,6 +25,7 @@ def finish(run: Run, recorder: Recorder) -> Result:
     write_final(run)
     result = summarise(run, recorder, final_step)
     if run.is_main:
+        write_stream_counts(run)
         mark_finished(run.run_dir, result.to_json())
         tell(run, result)
         compare_with_plan(run, result)

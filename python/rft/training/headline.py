@@ -12,6 +12,7 @@ from rft import __version__, log
 from rft.config.adapter import LoraConfig
 from rft.data.prepare import describe as describe_data
 from rft.data.prepare import report_with_plan
+from rft.data.streaming import StreamLoader
 from rft.memory.planner import Planned
 from rft.training.live import duration
 from rft.training.machine import Machine
@@ -112,6 +113,7 @@ def tell_few_steps(run: Run) -> None:
     left_to_us = any(decision.key == "train.tokens_per_step" for decision in run.decisions)
     if run.total_steps >= FEW_STEPS or train.max_steps is not None or not left_to_us or run.state.step:
         return
+    assert not isinstance(run.loader, StreamLoader), "data.streaming needs train.max_steps"
     tokens = run.loader.plan(0).num_tokens
     log.warn(
         f"the whole run is {counted(run.total_steps, 'step')}: a step takes up to {train.tokens_per_step:,} tokens, and an epoch has {tokens:,}",

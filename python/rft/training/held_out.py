@@ -74,7 +74,7 @@ def _build(job: Job, world: World, *, own_split: bool) -> HeldOut:
     data, micro_batch = job.config.data, job.config.train.micro_batch
     assert data.seq_len is not None
     assert isinstance(micro_batch, int)
-    store = job.prepared.eval if own_split else job.prepared.train
+    store = job.prepared.eval if own_split else job.prepared.train_store
     assert store is not None
     # few rows must not fill one long pack: all but attention costs as much for fill-up as for text
     rounded_up = -(-store.num_tokens // 64) * 64
@@ -114,7 +114,7 @@ def eval_config(target: Target, files: list[str], *, bf16: bool) -> Config:
         data["train"] = data["eval"]
     elif not data.get("eval_fraction"):
         raise ConfigError(str(target.path), "has no held-out data of its own", do="give a file with --data")
-    data["eval"] = []
+    data |= {"eval": [], "streaming": False, "shuffle": "full"}
     model = target.model.model_dump()
     adapter: dict[str, Any] = {"name": "none"}
     if target.adapter is not None:

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 
 from rft import log
 from rft.data.batch import Batch
-from rft.errors import Stopped
+from rft.data.streaming import StreamLoader
+from rft.errors import DataError, RftError, Stopped
+from rft.parallel.collectives import sum_over_ranks
 from rft.training.evaluate import Interrupted, evaluate
 from rft.training.finish import finish
 from rft.training.metrics import eval_line
@@ -44,17 +46,39 @@ def steps_left(run: Run, recorder: Recorder) -> Iterator[list[Batch]]:
     """Micro-batches of each step that is still to be made, through all epochs; keeps the position in `run.state`."""
     state = run.state
     while more_steps(run):
-        state.plan_hash = run.loader.plan(state.epoch).hash
-        steps = iter(run.loader.steps(state.epoch, run.packs_per_step, start_step=state.step_in_epoch))
+        state.plan_hash = run.loader.plan_hash(state.epoch)
+        steps = iter(
+            run.loader.steps(state.epoch, run.packs_per_step, start_step=state.step_in_epoch, cursor=state.cursor)
+        )
         while more_steps(run):
             start = time.perf_counter()
-            micro_batches = next(steps, None)
+            micro_batches = next_step(run, recorder, steps)
             if micro_batches is None:
                 break
             recorder.step_begins(time.perf_counter() - start)
             yield micro_batches
         if more_steps(run):
-            state.epoch, state.step_in_epoch = state.epoch + 1, 0
+            state.epoch, state.step_in_epoch, state.cursor = state.epoch + 1, 0, None
+
+
+def next_step(run: Run, recorder: Recorder, steps: Iterator[list[Batch]]) -> list[Batch] | None:
+    """Micro-batches of the next step. Ranks wait for a stream together; where it fails on one of them, the state is saved
+    before that is raised."""
+    if not isinstance(run.loader, StreamLoader):
+        return next(steps, None)
+    while sum_over_ranks({"waiting": float(not run.loader.ready(1.0))}, run.data_group)["waiting"]:
+        stop_if_asked(run, recorder)
+    failure: RftError | None = None
+    micro_batches = None
+    try:
+        micro_batches = next(steps, None)
+    except RftError as error:
+        failure = error
+    if sum_over_ranks({"failed": float(failure is not None)}, run.data_group)["failed"]:
+        if run.state.step not in (0, run.saved_step):
+            save(run, recorder, "the data failed")
+        raise failure or DataError("streamed data", "another process cannot read on", do="look at its message")
+    return micro_batches
 
 
 def more_steps(run: Run) -> bool:

@@ -21,6 +21,7 @@ from rft.training.trainee import Trainee
 if TYPE_CHECKING:
     from rft.data.loader import Loader
     from rft.data.prepare import Prepared
+    from rft.data.streaming import StreamLoader
     from rft.models.source import ModelSource
     from rft.models.tokenizer import TokenizerFiles
     from rft.training.replan import Replanner
@@ -42,7 +43,7 @@ class Run:
     losses: SftLoss
     optimizer: Optimizer
     schedule: Schedule
-    loader: Loader
+    loader: Loader | StreamLoader
     """Training data."""
     packs_per_step: int
     """Packs of one optimizer step over all ranks, filler packs of a short last step counted."""
@@ -87,5 +88,6 @@ class Run:
     @property
     def epochs_done(self) -> float:
         """Passes over the data so far, the started one in part."""
-        steps = self.loader.steps_in_epoch(self.state.epoch, self.packs_per_step)
-        return self.state.epoch + self.state.step_in_epoch / steps
+        return self.state.epoch + self.loader.share_done(
+            self.state.epoch, self.state.step_in_epoch, self.packs_per_step
+        )

@@ -9,6 +9,7 @@ from typing import Any
 from rft import log
 from rft.config.show import to_toml
 from rft.data.prepare import report_with_plan
+from rft.data.streaming import StreamLoader
 from rft.training.run import Run
 
 CONFIG, RECEIPTS, DATA, PLAN = "config.resolved.toml", "receipts.json", "data.json", "plan.json"
@@ -23,6 +24,15 @@ def write_run_files(run: Run) -> None:
         write_json(run.run_dir / PLAN, {"planned": run.planned.to_json()})
     if run.prepared is not None:
         write_json(run.run_dir / DATA, report_with_plan(run.prepared.report, run.loader, run.eval_loader))
+
+
+def write_stream_counts(run: Run) -> None:
+    """data.json of a stream with what became of the rows that were read: known as training goes on, so written again."""
+    if run.prepared is None or not isinstance(run.loader, StreamLoader):
+        return
+    report = report_with_plan(run.prepared.report, run.loader, run.eval_loader)
+    report["train"] |= run.loader.counts(run.state.step_in_epoch * run.packs_per_step)
+    write_json(run.run_dir / DATA, report)
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import uuid
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,7 @@ from rft.config.adapter import LoraConfig
 from rft.config.root import Config
 from rft.data.loader import Loader
 from rft.data.prepare import Prepared, prepare
+from rft.data.streaming import Readers, StreamedSet, StreamLoader
 from rft.errors import ConfigError, Refused
 from rft.losses import SftLoss
 from rft.memory import planner
@@ -41,9 +43,11 @@ from rft.models.tokenizer import TokenizerFiles, load_tokenizer
 from rft.optim import BUILDERS, Home, Optimizer, Schedule
 from rft.optim.groups import is_lora_B
 from rft.parallel.apply import apply_replicate, parallelize
+from rft.parallel.collectives import broadcast_json
 from rft.parallel.fsdp import local_part
 from rft.parallel.mesh import World
 from rft.quant.packed import Packed, place
+from rft.ranks import plain_number
 from rft.training.decision import Decision
 from rft.training.flops import count_flops
 from rft.training.known import Known
@@ -202,10 +206,16 @@ def inspect_job(config: Config, world: World, *, kernels: bool | None = None) ->
 def add_data(job: Job, rows: Iterable[dict[str, Any]] | None) -> None:
     """Prepare the data or find it prepared, and decide what depends on it."""
     lead = job.world.local_rank == 0
-    job.prepared = prepare(job.config.data, job.tokenizer, rows=rows, lead=lead, seed=job.config.train.seed)
-    assert job.config.data.seq_len is not None
-    lengths = np.minimum(job.prepared.train.lengths().astype(np.float64), job.config.data.seq_len)
-    mean_length = float((lengths**2).sum() / lengths.sum())
+    readers = stream_readers(job.world) if job.config.data.streaming else None
+    seed = job.config.train.seed
+    job.prepared = prepare(job.config.data, job.tokenizer, rows=rows, lead=lead, seed=seed, readers=readers)
+    seq_len = job.config.data.seq_len
+    assert seq_len is not None
+    if isinstance(job.prepared.train, StreamedSet):
+        mean_length = float(seq_len)  # no document is known yet; none is longer than a pack
+    else:
+        lengths = np.minimum(job.prepared.train.lengths().astype(np.float64), seq_len)
+        mean_length = float((lengths**2).sum() / lengths.sum())
     job.config, decisions = resolve_for_data(job.config, job.machine, mean_length, job.facts.is_moe)
     job.decisions += decisions
     if job.planned is not None:
@@ -213,6 +223,16 @@ def add_data(job: Job, rows: Iterable[dict[str, Any]] | None) -> None:
         labelled = counts.get("trained_tokens", 0) / max(counts.get("tokens", 0), 1)
         problem = replace(job.planned.problem, label_share=labelled or 1.0, document_tokens=mean_length)
         job.planned = planner.again(job.planned, problem)
+
+
+def stream_readers(world: World) -> Readers:
+    """The processes of this machine as readers of one stream; their windows get a name that is new for each start."""
+    token = broadcast_json(uuid.uuid4().hex if world.rank == 0 else None, world.group)
+    count = plain_number("LOCAL_WORLD_SIZE", 0) if world.world_size > 1 else 1
+    if not count:  # a launcher that does not say who shares a machine: then each reads for itself
+        return Readers(f"{token}-{world.rank}")
+    own = world.local_rank if count > 1 else 0
+    return Readers(f"{token}-{world.rank - own}", own, count)
 
 
 def build_run(job: Job, run_dir: Path, checkpoint: Checkpoint | None) -> Run:
@@ -224,7 +244,7 @@ def build_run(job: Job, run_dir: Path, checkpoint: Checkpoint | None) -> Run:
     seed_everything(job.config.train.seed)
     loader, eval_loader = build_loaders(job)
     packs_per_step = plan_steps(job, loader, checkpoint)
-    total_steps = plan_total_steps(job.config, lambda epoch: loader.steps_in_epoch(epoch, packs_per_step))
+    total_steps = plan_total_steps(job.config, lambda epoch: steps_in_epoch(loader, epoch, packs_per_step))
     if total_steps == 0:
         raise ConfigError("train.epochs", f"{job.config.train.epochs:g} is no step at all", wanted="at least one step")
     refuse_many_updates(job, packs_per_step)
@@ -471,7 +491,7 @@ def tell_optimizer(job: Job, optimizer: Optimizer) -> None:
 # ---- data
 
 
-def build_loaders(job: Job) -> tuple[Loader, Loader | None]:
+def build_loaders(job: Job) -> tuple[Loader | StreamLoader, Loader | None]:
     """Training packs in the epoch's seeded order, held-out packs in the set's own."""
     assert job.prepared is not None
     data, train = job.config.data, job.config.train
@@ -487,16 +507,20 @@ def build_loaders(job: Job) -> tuple[Loader, Loader | None]:
         "micro_batch": train.micro_batch,
         "device": job.world.device,
     }
-    loader = Loader(job.prepared.train, **common)
+    loader: Loader | StreamLoader
+    if isinstance(job.prepared.train, StreamedSet):
+        loader = StreamLoader(job.prepared.train, **common)
+    else:
+        loader = Loader(job.prepared.train, **common, shuffle="window" if data.shuffle == "window" else True)
+        loader.plan(0)  # raises where no label survives, before any weight is read
     held_out = job.prepared.eval
     eval_loader = None if held_out is None else Loader(held_out, **common, shuffle=False, name="eval")
-    loader.plan(0)  # raises where no label survives, before any weight is read
     if eval_loader is not None:
         eval_loader.plan(0)
     return loader, eval_loader
 
 
-def plan_steps(job: Job, loader: Loader, checkpoint: Checkpoint | None) -> int:
+def plan_steps(job: Job, loader: Loader | StreamLoader, checkpoint: Checkpoint | None) -> int:
     """Packs of a step over all ranks. A resumed run keeps what it had, dealt out anew over the ranks of now."""
     world_size, train = job.world.world_size, job.config.train
     if checkpoint is not None and isinstance(checkpoint.state.get("packs_per_step"), int):
@@ -505,9 +529,15 @@ def plan_steps(job: Job, loader: Loader, checkpoint: Checkpoint | None) -> int:
         if train.accumulate is None or checkpoint.world_size != world_size:
             accumulate_on_resume(packs, train.micro_batch, world_size)  # raises where it does not divide
             return packs
-    plan = loader.plan(0)
-    packs, _ = plan_packs_per_step(job.config, world_size, plan.num_tokens / plan.num_packs)
+    # Of a stream no document is known; where it matters (packing "none") train.accumulate is given.
+    mean = 1.0 if isinstance(loader, StreamLoader) else loader.plan(0).num_tokens / loader.plan(0).num_packs
+    packs, _ = plan_packs_per_step(job.config, world_size, mean)
     return packs
+
+
+def steps_in_epoch(loader: Loader | StreamLoader, epoch: int, packs_per_step: int) -> int:
+    assert isinstance(loader, Loader), "data.streaming needs train.max_steps"
+    return loader.steps_in_epoch(epoch, packs_per_step)
 
 
 def eval_key(job: Job) -> str:

@@ -38,6 +38,8 @@ class TrainState:
     """Steps of this epoch that are done."""
     plan_hash: str = ""
     """Of this epoch's plan: packs and their order."""
+    cursor: dict[str, Any] | None = None
+    """Of a stream: what it takes to go on behind the steps that are done."""
     packs_per_step: int = 0
     total_steps: int = 0
     """Steps that the run was to have when it was last set up."""
@@ -169,6 +171,7 @@ def save_state(run: Run, reason: str) -> Path:
     reason: why now ("every 100 steps", "new best", "SIGTERM", "last step"). Raises CheckpointError where it cannot be written.
     """
     state, root = run.state, run.run_dir / "checkpoints"
+    state.cursor = run.loader.cursor(state.step_in_epoch * run.packs_per_step) or state.cursor
     documents = {
         "state.json": {**state.to_json(), "schedule": run.schedule.describe()},
         "config.json": config_document(run),
@@ -255,7 +258,7 @@ def _check_data(run: Run, state: TrainState, checkpoint: Checkpoint) -> None:
 def check_same_plan(run_dir: Path, loader: Any, checkpoint: Checkpoint) -> None:
     """Raises ConfigError where the packs of the checkpoint's epoch are no longer those that the run was trained on."""
     saved = checkpoint.state.get("plan_hash")
-    if saved and loader.plan(int(checkpoint.state["epoch"])).hash != saved:
+    if saved and loader.plan_hash(int(checkpoint.state["epoch"])) != saved:
         raise ConfigError(
             str(run_dir),
             f"the training data, its template or tokenizer changed since {checkpoint.path.name} was saved",

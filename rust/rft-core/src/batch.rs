@@ -2,7 +2,7 @@
 //! **Labels shift here, nowhere else.**
 
 use crate::error::{Error, Kind, Result};
-use crate::plan::{Packing, Piece, Plan, padded};
+use crate::plan::{Packing, Piece, Plan, PlanOptions, padded};
 
 /// A position without a label.
 pub const NO_LABEL: i64 = -100;
@@ -36,15 +36,32 @@ pub struct Filled {
     pub num_label_tokens: u64,
     /// Sum of the labels' factors.
     pub label_weight: f64,
+    /// Whether any document comes from a shard with weights: else all factors are 1.
+    pub weighted: bool,
     /// Real tokens of each pack; 0 = a filler pack.
     pub pack_tokens: Vec<u32>,
     /// Length of every document, fill-up included.
     pub lengths: Vec<u32>,
 }
 
-/// Writes packs end to end, each filled up; `None` is a filler pack, which is all fill-up.
+/// Writes packs of a plan end to end, each filled up; `None` is a filler pack, which is all fill-up.
 pub fn fill(plan: &Plan, packs: &[Option<usize>], pad_id: i64, buffers: &mut Buffers) -> Result<Filled> {
-    let row = row_length(plan, packs);
+    let packs: Vec<Option<Pack>> = packs.iter().map(|pack| pack.map(|index| Pack { plan, index })).collect();
+    fill_from(plan.options(), &packs, pad_id, buffers)
+}
+
+/// A pack of a plan.
+#[derive(Clone, Copy)]
+pub struct Pack<'a> {
+    /// The plan.
+    pub plan: &'a Plan,
+    /// Its number there.
+    pub index: usize,
+}
+
+/// [`fill`] with packs of several plans, which were made with the same options.
+pub fn fill_from(options: &PlanOptions, packs: &[Option<Pack>], pad_id: i64, buffers: &mut Buffers) -> Result<Filled> {
+    let row = row_length(options, packs);
     let tokens = row * packs.len();
     let mut filled = Filled { tokens, ..Filled::default() };
     if tokens > buffers.ids.len() {
@@ -54,9 +71,11 @@ pub fn fill(plan: &Plan, packs: &[Option<usize>], pad_id: i64, buffers: &mut Buf
     let mut at = 0;
     for pack in packs {
         let start = at;
-        for piece in pack.iter().flat_map(|pack| plan.pack(*pack)) {
-            write_piece(plan, piece, at, buffers, &mut filled);
-            at += piece.length as usize;
+        if let Some(Pack { plan, index }) = pack {
+            for piece in plan.pack(*index) {
+                write_piece(plan, piece, at, buffers, &mut filled);
+                at += piece.length as usize;
+            }
         }
         filled.pack_tokens.push((at - start) as u32);
         filled.num_tokens += (at - start) as u64;
@@ -75,11 +94,12 @@ pub fn fill(plan: &Plan, packs: &[Option<usize>], pad_id: i64, buffers: &mut Buf
 }
 
 /// Tokens that each pack of a micro-batch takes.
-fn row_length(plan: &Plan, packs: &[Option<usize>]) -> usize {
-    let seq_len = plan.options().seq_len as usize;
-    match plan.options().packing {
+fn row_length(options: &PlanOptions, packs: &[Option<Pack>]) -> usize {
+    let seq_len = options.seq_len as usize;
+    match options.packing {
         Packing::None => {
-            let longest = packs.iter().flatten().map(|pack| plan.pack_tokens()[*pack]).max().unwrap_or(0);
+            let lengths = packs.iter().flatten().map(|pack| pack.plan.pack_tokens()[pack.index]);
+            let longest = lengths.max().unwrap_or(0);
             padded(longest as usize, seq_len)
         }
         _ => seq_len,
@@ -98,6 +118,7 @@ fn write_piece(plan: &Plan, piece: Piece, at: usize, buffers: &mut Buffers, fill
     filled.num_label_tokens += labelled;
     filled.lengths.push(piece.length);
     let factors = store.weights(targets);
+    filled.weighted |= factors.is_some();
     let factor = |index: usize| factors.map_or(1.0, |factors| f32::from_le_bytes(factors[index]));
     let weigh = |(index, label): (usize, &i64)| if *label == NO_LABEL { 0.0 } else { factor(index) };
     match &mut buffers.weights {

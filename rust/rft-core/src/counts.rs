@@ -10,7 +10,6 @@ use crate::example::ROLES;
 use crate::format::Format;
 use crate::row_error::{Reason, RowError};
 use crate::spec::{Part, Source, Spec, TrainOn};
-use crate::store::Writer;
 use crate::tokens::{Facts, Told};
 
 /// Examples kept of each reason.
@@ -30,6 +29,9 @@ pub struct Note {
 
 #[derive(Debug, Serialize, Deserialize)]
 struct SourceCounts {
+    /// Number of the source; its place here where files are read one after another.
+    #[serde(default)]
+    index: Option<usize>,
     path: String,
     format: String,
     evidence: String,
@@ -50,6 +52,9 @@ pub struct Counts {
     repeats: u64,
     duplicate_documents: u64,
     sources: Vec<SourceCounts>,
+    /// Which of them rows are counted for.
+    #[serde(skip)]
+    at: usize,
     spelled: u64,
     straddling: u64,
     methods: BTreeMap<String, u64>,
@@ -66,9 +71,10 @@ pub struct Counts {
 }
 
 impl Counts {
-    /// From here on rows are those of this file.
-    pub fn begin_source(&mut self, source: &Source, format: Format, evidence: &str) {
+    /// A source is read for the first time.
+    pub fn begin_source(&mut self, index: usize, source: &Source, format: Format, evidence: &str) {
         self.sources.push(SourceCounts {
+            index: Some(index),
             path: source.path.clone(),
             format: format.name().into(),
             evidence: evidence.into(),
@@ -79,14 +85,20 @@ impl Counts {
         });
     }
 
+    /// From here on rows are those of this source, which was begun.
+    pub fn select_source(&mut self, index: usize) {
+        let own = |(at, source): (usize, &SourceCounts)| source.index.unwrap_or(at) == index;
+        self.at = self.sources.iter().enumerate().position(own).unwrap_or(self.sources.len());
+    }
+
     /// Rows read so far.
     pub fn read(&self) -> u64 {
         self.read
     }
 
-    /// Rows read of each source that was begun.
-    pub fn rows_of_sources(&self) -> Vec<u64> {
-        self.sources.iter().map(|source| source.read).collect()
+    /// Number of each source that was begun, and rows read of it.
+    pub fn rows_of_sources(&self) -> BTreeMap<usize, u64> {
+        self.sources.iter().enumerate().map(|(at, source)| (source.index.unwrap_or(at), source.read)).collect()
     }
 
     /// For the note behind a shard.
@@ -119,7 +131,7 @@ impl Counts {
             self.split = (self.split.0 + 1, self.split.1 + parts);
         }
         self.tell(&first.facts);
-        if let Some(source) = self.sources.last_mut() {
+        if let Some(source) = self.sources.get_mut(self.at) {
             source.read += 1;
             source.kept += 1;
             for document in documents {
@@ -159,7 +171,7 @@ impl Counts {
             Some(count) => *count += 1,
             None => drop(self.dropped.insert(reason.into(), 1)),
         }
-        if let Some(source) = self.sources.last_mut() {
+        if let Some(source) = self.sources.get_mut(self.at) {
             source.read += 1;
         }
         if note.text.is_empty() {
@@ -172,8 +184,8 @@ impl Counts {
         }
     }
 
-    /// For the manifest and the caller.
-    pub fn to_json(&self, writer: &Writer, no_control_tokens: bool) -> Json {
+    /// For the manifest and the caller. `totals`: documents, tokens and trained tokens that were written.
+    pub fn to_json(&self, totals: [u64; 3], no_control_tokens: bool) -> Json {
         let notes = |notes: &Vec<Note>| notes.iter().map(|note| format!("{}: {}", note.place, note.text)).collect();
         let examples: BTreeMap<&str, Vec<String>> =
             self.notes.iter().map(|(reason, list)| (reason.as_str(), notes(list))).collect();
@@ -205,11 +217,11 @@ impl Counts {
             "kept": self.kept,
             "dropped": self.dropped,
             "dropped_examples": examples,
-            "documents": writer.num_documents(),
+            "documents": totals[0],
             "repeats": self.repeats,
             "duplicate_documents": self.duplicate_documents,
-            "tokens": writer.num_tokens(),
-            "trained_tokens": writer.trained_tokens(),
+            "tokens": totals[1],
+            "trained_tokens": totals[2],
             "straddling_tokens": self.straddling,
             "control_token_rows": self.spelled,
             "mask_methods": self.methods,

@@ -36,6 +36,12 @@ impl Kind {
             Kind::Argument => "argument",
         }
     }
+
+    /// The kind of a word.
+    pub fn from_name(name: &str) -> Option<Kind> {
+        let all = [Kind::Data, Kind::Template, Kind::Tokenizer, Kind::Store, Kind::Io, Kind::Full, Kind::Argument];
+        all.into_iter().find(|kind| kind.name() == name)
+    }
 }
 
 /// An error that is told to the user as one block.

@@ -43,7 +43,7 @@ pub fn inputs(spec: &Spec, hashes: &[String]) -> Value {
         })
         .collect();
     let tokenizer = &spec.tokenizer;
-    json!({
+    let mut inputs = json!({
         "format_version": FORMAT_VERSION,
         "code_version": CODE_VERSION,
         "sources": sources,
@@ -65,7 +65,11 @@ pub fn inputs(spec: &Spec, hashes: &[String]) -> Value {
         // Another seed is another set only where something is chosen by it.
         "seed": spec.sources.iter().any(|source| source.weight.fract() != 0.0).then_some(spec.seed),
         "shard_bytes": spec.shard_bytes,
-    })
+    });
+    if spec.interleave && spec.sources.iter().any(|source| source.set != spec.sources[0].set) {
+        inputs["interleave"] = true.into();
+    }
+    inputs
 }
 
 /// The key of given inputs: 32 hex digits.

@@ -13,6 +13,7 @@ pub mod counts;
 pub mod detect;
 pub mod error;
 pub mod example;
+pub mod feed;
 pub mod format;
 pub mod jsonl;
 pub mod key;

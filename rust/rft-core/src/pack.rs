@@ -69,6 +69,12 @@ pub struct Packed {
     pub offsets: Vec<u32>,
 }
 
+impl Default for Packed {
+    fn default() -> Packed {
+        Packed { items: Vec::new(), offsets: vec![0] }
+    }
+}
+
 impl Packed {
     fn with_capacity(items: usize) -> Packed {
         Packed { items: roomy(items), offsets: vec![0] }
@@ -87,6 +93,13 @@ impl Packed {
     /// Items of a bin.
     pub fn bin(&self, index: usize) -> &[u32] {
         &self.items[self.offsets[index] as usize..self.offsets[index + 1] as usize]
+    }
+
+    /// Bins behind these, whose items count from `first` on.
+    pub(crate) fn append(&mut self, first: u32, bins: &Packed) {
+        let base = self.items.len() as u32;
+        self.items.extend(bins.items.iter().map(|item| item + first));
+        self.offsets.extend(bins.offsets[1..].iter().map(|offset| offset + base));
     }
 
     fn push(&mut self, bin: &[u32]) {

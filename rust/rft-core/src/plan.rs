@@ -8,14 +8,17 @@ use std::sync::Arc;
 use xxhash_rust::xxh3::Xxh3;
 
 use crate::error::{Error, Kind, Result};
+use crate::order::Random;
 pub use crate::pack::Packing;
 use crate::pack::{self, MAX_CAPACITY, Packed};
-use crate::store::Store;
+use crate::store::{Shard, Store};
 
 /// Version of the packing: raised when the same arguments give other packs.
 const PLAN_VERSION: u32 = 2;
 /// What a token costs beside attention, in squared lengths.
 const LINEAR_COST: u64 = 16_384;
+/// Use of the random numbers that give each window a seed.
+const WINDOW_SEED: u64 = 2;
 /// Rows of `packing = "none"` are filled up to a multiple of this.
 pub const ROW_MULTIPLE: usize = 64;
 
@@ -127,6 +130,8 @@ pub struct Plan {
     pack_tokens: Vec<u32>,
     pack_labels: Vec<u32>,
     counts: PlanCounts,
+    /// First pack of each window; none where the order is over the whole set.
+    windows: Vec<usize>,
 }
 
 impl Plan {
@@ -135,20 +140,62 @@ impl Plan {
     /// # Errors
     /// A document longer than a pack under `overlong = error`; no label in any pack.
     pub fn new(store: Arc<Store>, options: PlanOptions) -> Result<Plan> {
+        Plan::build(store, options, None).and_then(Plan::checked)
+    }
+
+    /// Packs of one shard (a window) behind those of the other, each shuffled and packed for itself, so that the packs of a
+    /// window need nothing but its shard and its number.
+    ///
+    /// # Errors
+    /// As of [`Plan::new`].
+    pub fn windowed(store: Arc<Store>, options: PlanOptions) -> Result<Plan> {
+        Plan::build(store, options, Some(0)).and_then(Plan::checked)
+    }
+
+    /// The part of such a plan that is window number `window`; `store` holds that one alone. It may hold no pack.
+    ///
+    /// # Errors
+    /// A document longer than a pack under `overlong = error`.
+    pub fn of_window(store: Arc<Store>, options: PlanOptions, window: u64) -> Result<Plan> {
+        Plan::build(store, options, Some(window))
+    }
+
+    fn checked(self) -> Result<Plan> {
+        if self.num_label_tokens() == 0 { Err(self.no_labels()) } else { Ok(self) }
+    }
+
+    /// `first_window`: number of the first shard as a window; none for a plan over the whole set at once.
+    fn build(store: Arc<Store>, options: PlanOptions, first_window: Option<u64>) -> Result<Plan> {
         if options.seq_len == 0 || options.seq_len > MAX_CAPACITY {
             return Err(
                 Error::new(Kind::Argument, "seq_len", format!("{} tokens", options.seq_len)).wanted("1 to 2^24")
             );
         }
-        let items = Items::collect(&store, options)?;
-        let pieces = items.pieces;
+        let mut items = Items::collect(&store, options)?;
+        let pieces = std::mem::take(&mut items.pieces);
         let length = |code: &u32| piece_of(&store, &pieces, *code).length;
         let lengths: Vec<u32> = items.codes.iter().map(length).collect();
-        let shuffle = options.shuffle.then_some((options.seed, options.epoch));
-        let mut order = pack::arrange(&lengths, options.seq_len, options.packing, shuffle).map_err(|misfit| {
+        let misfit = |misfit: pack::Misfit| {
             let problem = format!("piece {} has {} tokens, more than a pack", misfit.index, misfit.length);
             Error::new(Kind::Argument, "plan", problem)
-        })?;
+        };
+        let arrange = |lengths: &[u32], seed: u64| {
+            let shuffle = options.shuffle.then_some((seed, options.epoch));
+            pack::arrange(lengths, options.seq_len, options.packing, shuffle).map_err(misfit)
+        };
+        let (mut order, mut windows) = match first_window {
+            None => (arrange(&lengths, options.seed)?, Vec::new()),
+            Some(_) => (Packed::default(), Vec::new()),
+        };
+        if let Some(first) = first_window {
+            let mut start = 0;
+            for (window, end) in (first..).zip(items.ends_of_shards(&store, &pieces)) {
+                windows.push(order.len());
+                let seed = Random::new(options.seed, window, WINDOW_SEED).next();
+                order.append(start as u32, &arrange(&lengths[start..end], seed)?);
+                start = end;
+            }
+        }
         for item in &mut order.items {
             *item = items.codes[*item as usize];
         }
@@ -161,10 +208,11 @@ impl Plan {
             pack_tokens: Vec::new(),
             pack_labels: Vec::new(),
             counts: items.counts,
+            windows,
         };
         plan.count_packs();
-        plan.hash = plan.hash_of();
-        if plan.num_label_tokens() == 0 { Err(plan.no_labels()) } else { Ok(plan) }
+        plan.hash = plan.hash_of(first_window);
+        Ok(plan)
     }
 
     fn count_packs(&mut self) {
@@ -179,7 +227,7 @@ impl Plan {
         self.store.count_trained(range.start + 1..range.end)
     }
 
-    fn hash_of(&self) -> String {
+    fn hash_of(&self, first_window: Option<u64>) -> String {
         let mut hash = Xxh3::new();
         let PlanOptions { seq_len, packing, overlong, seed, epoch, shuffle } = self.options;
         let head = format!(
@@ -187,6 +235,9 @@ impl Plan {
             self.store.manifest().key
         );
         hash.update(head.as_bytes());
+        if let Some(window) = first_window {
+            hash.update(format!("|windows from {window}").as_bytes());
+        }
         for piece in &self.pieces {
             for part in [piece.document, piece.start, piece.length] {
                 hash.update(&part.to_le_bytes());
@@ -232,6 +283,11 @@ impl Plan {
     /// Number of packs.
     pub fn num_packs(&self) -> usize {
         self.order.len()
+    }
+
+    /// First pack of each window; empty where the order is over the whole set.
+    pub fn windows(&self) -> &[usize] {
+        &self.windows
     }
 
     /// Tokens in packs, without fill-up.
@@ -315,6 +371,16 @@ struct Items {
 }
 
 impl Items {
+    /// For each shard the number of items in it and those before.
+    fn ends_of_shards(&self, store: &Store, pieces: &[Piece]) -> Vec<usize> {
+        let mut documents = 0;
+        let end_of = |shard: &Shard| {
+            documents += shard.num_documents();
+            self.codes.partition_point(|code| (piece_of(store, pieces, *code).document as usize) < documents)
+        };
+        store.shards().iter().map(end_of).collect()
+    }
+
     fn collect(store: &Store, options: PlanOptions) -> Result<Items> {
         let documents = store.num_documents();
         let counts = PlanCounts { documents: documents as u64, ..PlanCounts::default() };

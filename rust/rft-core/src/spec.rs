@@ -54,6 +54,9 @@ pub struct Spec {
     /// Whether documents that were kept before are dropped.
     #[serde(default)]
     pub dedup: bool,
+    /// Whether data sets are read side by side, each in proportion to its size; else one after another.
+    #[serde(default)]
+    pub interleave: bool,
     /// Seed of the choice of rows under a weight.
     #[serde(default)]
     pub seed: u64,
@@ -82,6 +85,9 @@ pub struct Source {
     /// A file inside the archive that `path` is.
     #[serde(default)]
     pub member: Option<String>,
+    /// Where it has to be fetched from when its turn comes; `path` then only names it.
+    #[serde(default)]
+    pub remote: Option<Remote>,
     /// How messages call it; the path if left out.
     #[serde(default)]
     pub name: Option<String>,
@@ -106,6 +112,23 @@ pub struct Source {
     /// xxh3-64 of the file's bytes as 16 hex digits, where the caller knows it; checked while reading.
     #[serde(default)]
     pub xxh3: Option<String>,
+}
+
+/// An object elsewhere, as it was when the request was made.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Remote {
+    /// `s3://`, `gs://`, `az://`, `https://`.
+    pub url: String,
+    /// Its length.
+    pub bytes: u64,
+    /// Its state as the store tells it; empty where it does not.
+    #[serde(default)]
+    pub etag: String,
+    /// The folder that fetched files are kept in.
+    pub cache: String,
+    /// Bytes that this folder may hold.
+    pub limit: u64,
 }
 
 impl Source {
@@ -333,6 +356,14 @@ fn is_in_share(hash: u64, fraction: f64) -> bool {
 }
 
 impl Spec {
+    /// Threads to work with.
+    pub fn num_threads(&self) -> usize {
+        match self.threads {
+            0 => std::thread::available_parallelism().map_or(1, usize::from),
+            n => n,
+        }
+    }
+
     /// Reads and checks a request.
     pub fn parse(json: &str) -> Result<Spec> {
         let bad = |problem: String| Error::new(Kind::Argument, "prepare", problem);

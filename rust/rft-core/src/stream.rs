@@ -11,9 +11,9 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use crate::balance::deal;
-use crate::batch::{self, Buffers, Filled};
+use crate::batch::{self, Buffers, Filled, Pack};
 use crate::error::{Error, Kind, Result};
-use crate::plan::Plan;
+use crate::plan::{Plan, PlanOptions};
 
 /// Who takes which packs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,9 +66,14 @@ impl Share {
     pub fn packs(&self, plan: &Plan, step: usize) -> Vec<Option<usize>> {
         let start = self.first_pack + step * self.packs_per_step;
         let end = plan.num_packs().min(start + self.packs_per_step);
-        let each = self.micro_batches(step, plan.num_packs()) * self.micro_batch;
+        self.packs_between(start, end.max(start), |pack| plan.cost(pack))
+    }
+
+    /// The same for a step that has packs `start..end`.
+    fn packs_between(&self, start: usize, end: usize, cost: impl Fn(usize) -> u64) -> Vec<Option<usize>> {
+        let each = (end - start).div_ceil(self.micro_batch * self.world_size) * self.micro_batch;
         if self.balance && self.world_size > 1 {
-            let costs: Vec<u64> = (start..end).map(|pack| plan.cost(pack)).collect();
+            let costs: Vec<u64> = (start..end).map(cost).collect();
             let dealt = deal(&costs, self.world_size, each);
             return dealt[self.rank * each..(self.rank + 1) * each]
                 .iter()
@@ -78,6 +83,35 @@ impl Share {
         let pack = |slot: usize| start + slot * self.world_size + self.rank;
         (0..each).map(|slot| (pack(slot) < end).then_some(pack(slot))).collect()
     }
+}
+
+/// Where the packs of an epoch come from, one after another.
+pub trait Packs: Send {
+    /// What the packs were made with.
+    fn options(&self) -> &PlanOptions;
+    /// How many packs there are, up to `end`: fewer only where the epoch has no more. Waits for them; none if `stopped`
+    /// said so meanwhile.
+    fn reach(&mut self, end: usize, stopped: &dyn Fn() -> bool) -> Result<Option<usize>>;
+    /// A pack that was reached and not left behind.
+    fn pack(&self, index: usize) -> Pack<'_>;
+    /// Packs before this one are not asked for again.
+    fn leave(&mut self, before: usize);
+}
+
+/// All packs of a plan are there.
+struct Whole(Arc<Plan>);
+
+impl Packs for Whole {
+    fn options(&self) -> &PlanOptions {
+        self.0.options()
+    }
+    fn reach(&mut self, end: usize, _: &dyn Fn() -> bool) -> Result<Option<usize>> {
+        Ok(Some(end.min(self.0.num_packs())))
+    }
+    fn pack(&self, index: usize) -> Pack<'_> {
+        Pack { plan: &self.0, index }
+    }
+    fn leave(&mut self, _: usize) {}
 }
 
 /// Addresses of a slot's buffers, `capacity` long each (`cu_seqlens` one more).
@@ -164,7 +198,7 @@ pub struct Stream {
     shared: Arc<Shared>,
     thread: Mutex<Option<JoinHandle<()>>>,
     process: u32,
-    num_steps: usize,
+    num_steps: Option<usize>,
 }
 
 impl Stream {
@@ -179,17 +213,34 @@ impl Stream {
             let problem = format!("start_step {start_step} lies behind the {num_steps} steps of the epoch");
             return Err(Error::new(Kind::Argument, "stream", problem));
         }
+        let mut stream = Stream::over(Box::new(Whole(plan)), share, start_step, pad_id, capacity)?;
+        stream.num_steps = Some(num_steps);
+        Ok(stream)
+    }
+
+    /// The same over packs that may still be in the making.
+    ///
+    /// # Errors
+    /// Arguments that do not fit.
+    pub fn over(
+        packs: Box<dyn Packs>,
+        share: Share,
+        start_step: usize,
+        pad_id: i64,
+        capacity: usize,
+    ) -> Result<Stream> {
+        share.check()?;
         let shared = Arc::new(Shared::default());
-        let filler = Filler { shared: shared.clone(), plan, share, pad_id, capacity, num_steps };
+        let mut filler = Filler { shared: shared.clone(), packs, share, pad_id, capacity };
         let thread = std::thread::Builder::new()
             .name("rft-stream".into())
             .spawn(move || filler.run(start_step))
             .map_err(|e| Error::new(Kind::Io, "stream", format!("cannot start a thread: {e}")))?;
-        Ok(Stream { shared, thread: Mutex::new(Some(thread)), process: std::process::id(), num_steps })
+        Ok(Stream { shared, thread: Mutex::new(Some(thread)), process: std::process::id(), num_steps: None })
     }
 
-    /// Steps of the epoch.
-    pub fn num_steps(&self) -> usize {
+    /// Steps of the epoch, where they are known ahead.
+    pub fn num_steps(&self) -> Option<usize> {
         self.num_steps
     }
 
@@ -294,15 +345,14 @@ impl Drop for Stream {
 /// What the thread works with.
 struct Filler {
     shared: Arc<Shared>,
-    plan: Arc<Plan>,
+    packs: Box<dyn Packs>,
     share: Share,
     pad_id: i64,
     capacity: usize,
-    num_steps: usize,
 }
 
 impl Filler {
-    fn run(&self, start_step: usize) {
+    fn run(&mut self, start_step: usize) {
         // Everything, the dealing of packs too: a panic that nobody told would leave the reader waiting for ever.
         let result = catch_unwind(AssertUnwindSafe(|| self.fill_all(start_step))).unwrap_or_else(|panic| {
             Err(Error::new(Kind::Store, "stream", format!("the thread failed: {}", told(&panic))))
@@ -318,9 +368,21 @@ impl Filler {
     }
 
     /// Micro-batch after micro-batch until the epoch's end, or until the stream is closed.
-    fn fill_all(&self, start_step: usize) -> Result<()> {
-        for step in start_step..self.num_steps {
-            let packs = self.share.packs(&self.plan, step);
+    fn fill_all(&mut self, start_step: usize) -> Result<()> {
+        for step in start_step.. {
+            let start = self.share.first_pack + step * self.share.packs_per_step;
+            let shared = self.shared.clone();
+            let closed = || shared.lock().closed;
+            self.packs.leave(start);
+            let Some(end) = self.packs.reach(start + self.share.packs_per_step, &closed)?.filter(|end| *end > start)
+            else {
+                return Ok(());
+            };
+            let cost = |index: usize| {
+                let Pack { plan, index } = self.packs.pack(index);
+                plan.cost(index)
+            };
+            let packs = self.share.packs_between(start, end, cost);
             let count = packs.len() / self.share.micro_batch;
             for (micro, packs) in packs.chunks(self.share.micro_batch).enumerate() {
                 let Some(slot) = self.next_slot() else { return Ok(()) };
@@ -366,7 +428,8 @@ impl Filler {
                 weights: slot.weights.map(|at| std::slice::from_raw_parts_mut(at as *mut f32, self.capacity)),
             }
         };
-        batch::fill(&self.plan, packs, self.pad_id, &mut buffers)
+        let packs: Vec<Option<Pack>> = packs.iter().map(|pack| pack.map(|index| self.packs.pack(index))).collect();
+        batch::fill_from(self.packs.options(), &packs, self.pad_id, &mut buffers)
     }
 }
 

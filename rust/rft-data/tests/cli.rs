@@ -29,7 +29,7 @@ fn make(place: &Path) {
     };
     for line in 1..=20 {
         let ids: Vec<u32> = (0..line as u32).collect();
-        writer.push(&Document { ids: &ids, trained: &[[0, 1]], weights: None, source: 0, line }).unwrap();
+        writer.push(&Document { ids: &ids, trained: &[[0, line as u32]], weights: None, source: 0, line }).unwrap();
         if writer.is_full() {
             writer.cut(json!(line)).unwrap();
         }
@@ -61,6 +61,43 @@ fn a_set_is_listed_verified_exported_and_removed() {
     assert!(code == 1 && out.contains("data-00001.rft: "), "{out}");
     let (code, out, _) = run(&["prune", "00", "--store", root]);
     assert!(code == 0 && out.contains("removed 1,") && !place.exists(), "{out}");
+}
+
+#[test]
+fn a_set_is_packed_and_told() {
+    let folder = tempfile::tempdir().unwrap();
+    let place = folder.path().join("0".repeat(32));
+    make(&place);
+    let set = place.to_str().unwrap();
+    let file = folder.path().join("packs.parquet");
+    let (code, out, err) = run(&["pack", set, "--seq-len", "16", "--to", file.to_str().unwrap(), "--json"]);
+    let told: Value = serde_json::from_str(&out).unwrap_or_else(|_| panic!("{err}"));
+    // 1 to 20 tokens each, all of them in some pack; those over 16 as two pieces.
+    assert_eq!((code, &told["tokens"], &told["split_documents"]), (0, &json!(210), &json!(4)));
+    assert!(file.exists() && told["packs"].as_u64().unwrap() >= 14);
+    assert_eq!(run(&["pack", set, "--seq-len", "16", "--to", file.to_str().unwrap()]).0, 2, "it is there already");
+    let (code, out, _) = run(&["stats", set, "--seq-len", "32"]);
+    assert!(code == 0 && out.starts_with("20 documents, 210 tokens, 100.0 % trained\n"), "{out}");
+    let (code, out, _) = run(&["completions", "bash"]);
+    assert!(code == 0 && out.contains("rft-data") && out.contains("prepare"));
+}
+
+#[test]
+fn a_config_is_read_without_python_and_what_is_not_read_is_told() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("chat.toml");
+    fs::write(&file, "[model]\npath = \"m\"\nattention = \"sdpa\"\n[[data.train]]\npath = \"a\"\n[optim]\nlr = 1")
+        .unwrap();
+    let name = file.to_str().unwrap();
+    let (code, out, err) = run(&["config", name, "--set", "data.train.0.weight=2.0", "--set", "train.seed=7"]);
+    assert!(code == 0 && out.contains("weight = 2.0") && out.contains("seed = 7"), "{out}{err}");
+    assert!(err.trim_end().ends_with(": model.attention, [optim]"), "{err}");
+    for (wrong, told) in
+        [("data.packing=tight", "stream, bfd"), ("data.train.3.weight=1", "no table"), ("data.seq_len=1", "2^24")]
+    {
+        let (code, _, err) = run(&["config", name, "--set", wrong]);
+        assert!(code == 2 && err.contains(told), "{wrong}: {err}");
+    }
 }
 
 #[test]

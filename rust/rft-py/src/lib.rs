@@ -2,6 +2,7 @@
 
 mod data;
 mod error;
+mod feed;
 mod pack;
 mod plan;
 mod prepare;
@@ -27,6 +28,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(readers::archive_members, module)?)?;
     module.add_function(wrap_pyfunction!(readers::fetch_remote, module)?)?;
     module.add_function(wrap_pyfunction!(readers::list_remote, module)?)?;
+    module.add_function(wrap_pyfunction!(readers::remote_states, module)?)?;
     module.add_function(wrap_pyfunction!(pack::pack, module)?)?;
     module.add_function(wrap_pyfunction!(pack::deal, module)?)?;
     module.add_class::<template::Template>()?;
@@ -34,5 +36,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<store::Store>()?;
     module.add_class::<plan::Plan>()?;
     module.add_class::<stream::Stream>()?;
+    module.add_class::<feed::Feed>()?;
+    module.add_class::<feed::Producer>()?;
+    module.add_function(wrap_pyfunction!(feed::stream_key, module)?)?;
     Ok(())
 }

@@ -17,7 +17,7 @@ pub struct Plan(pub Arc<plan::Plan>);
 #[pymethods]
 impl Plan {
     #[new]
-    #[pyo3(signature = (store, seq_len, packing, overlong, seed, epoch, shuffle=true))]
+    #[pyo3(signature = (store, seq_len, packing, overlong, seed, epoch, shuffle=true, windows=false))]
     #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,
@@ -28,11 +28,13 @@ impl Plan {
         seed: u64,
         epoch: u64,
         shuffle: bool,
+        windows: bool,
     ) -> PyResult<Self> {
         let store = store.0.clone();
         py.detach(|| {
             let (packing, overlong) = (packing.parse()?, overlong.parse()?);
-            plan::Plan::new(store, PlanOptions { seq_len, packing, overlong, seed, epoch, shuffle })
+            let options = PlanOptions { seq_len, packing, overlong, seed, epoch, shuffle };
+            if windows { plan::Plan::windowed(store, options) } else { plan::Plan::new(store, options) }
         })
         .map(|plan| Plan(Arc::new(plan)))
         .map_err(to_py)
@@ -46,6 +48,11 @@ impl Plan {
     #[getter]
     fn num_packs(&self) -> usize {
         self.0.num_packs()
+    }
+
+    #[getter]
+    fn windows(&self) -> Vec<usize> {
+        self.0.windows().to_vec()
     }
 
     #[getter]

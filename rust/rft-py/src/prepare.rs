@@ -14,7 +14,7 @@ use crate::error::to_py;
 use crate::template::{byte_spans, char_spans};
 
 /// Where a Python exception waits until the core has returned.
-type Raised = Mutex<Option<PyErr>>;
+pub(crate) type Raised = Mutex<Option<PyErr>>;
 
 fn keep(raised: &Raised, error: PyErr) -> Error {
     let told = error.to_string();
@@ -40,11 +40,11 @@ impl Observer for Progress<'_> {
     }
 }
 
-struct Callback<'a> {
-    call: Py<PyAny>,
-    raised: &'a Raised,
+pub(crate) struct Callback<'a> {
+    pub call: Py<PyAny>,
+    pub raised: &'a Raised,
     /// Python's function is called by one thread at a time: it need not be made for more.
-    turn: Mutex<()>,
+    pub turn: Mutex<()>,
 }
 
 /// What the Python renderer gives for a conversation.

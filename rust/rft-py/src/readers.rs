@@ -24,6 +24,12 @@ pub fn list_remote(py: Python<'_>, folder: &str) -> PyResult<Listed> {
 
 #[pyfunction]
 #[cfg(feature = "remote")]
+pub fn remote_states(py: Python<'_>, urls: Vec<String>) -> PyResult<Vec<(u64, String)>> {
+    py.detach(|| readers::remote::states(&urls)).map_err(to_py)
+}
+
+#[pyfunction]
+#[cfg(feature = "remote")]
 #[pyo3(signature = (urls, cache, limit, on_progress=None))]
 pub fn fetch_remote(
     py: Python<'_>,
@@ -64,6 +70,12 @@ fn not_built<T>(url: &str) -> PyResult<T> {
 #[cfg(not(feature = "remote"))]
 pub fn list_remote(folder: &str) -> PyResult<Listed> {
     not_built(folder)
+}
+
+#[pyfunction]
+#[cfg(not(feature = "remote"))]
+pub fn remote_states(urls: Vec<String>) -> PyResult<Vec<(u64, String)>> {
+    not_built(urls.first().map_or("", String::as_str))
 }
 
 #[pyfunction]

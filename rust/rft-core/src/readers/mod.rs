@@ -37,7 +37,7 @@ use crate::error::{Error, Kind, Result};
 use crate::example::Parser;
 use crate::format::Format;
 use crate::jsonl::{self, Block, Layout};
-use crate::spec::{FormatChoice, Source};
+use crate::spec::{FormatChoice, Remote, Source};
 
 /// Rows that decide a format.
 const SAMPLE_ROWS: usize = 100;
@@ -204,10 +204,39 @@ pub fn hash(source: &Source) -> Result<(u64, u64)> {
 
 /// Bytes that a source takes on disk.
 pub fn size(source: &Source) -> u64 {
+    if let Some(remote) = &source.remote {
+        return remote.bytes;
+    }
     match &source.member {
         None => std::fs::metadata(&source.path).map_or(0, |m| m.len()),
         Some(name) => archive::find(Path::new(&source.path), name).map_or(0, |member| member.packed()),
     }
+}
+
+/// The source as a file of this disk, fetched if it is not one. `poll` ends the wait by its error.
+pub fn local(source: &Source, poll: &dyn Fn() -> Result<()>) -> Result<Source> {
+    let Some(remote) = &source.remote else { return Ok(source.clone()) };
+    let path = fetch_one(remote, poll)?;
+    let name = source.name.clone().unwrap_or_else(|| remote.url.clone());
+    let bytes = std::fs::metadata(&path).map_or(0, |found| found.len());
+    if bytes != remote.bytes {
+        let problem = format!("it has {bytes} bytes now, and had {} when the run began", remote.bytes);
+        return Err(Error::new(Kind::Data, name, problem).remedy("train on data that nothing writes to"));
+    }
+    let path = path.to_string_lossy().into_owned();
+    Ok(Source { path, remote: None, name: Some(name), ..source.clone() })
+}
+
+#[cfg(feature = "remote")]
+fn fetch_one(remote: &Remote, poll: &dyn Fn() -> Result<()>) -> Result<std::path::PathBuf> {
+    let files =
+        remote::fetch(std::slice::from_ref(&remote.url), Path::new(&remote.cache), remote.limit, &mut |_, _| poll())?;
+    files.into_iter().next().ok_or_else(|| Error::new(Kind::Io, &remote.url, "nothing was fetched"))
+}
+
+#[cfg(not(feature = "remote"))]
+fn fetch_one(remote: &Remote, _: &dyn Fn() -> Result<()>) -> Result<std::path::PathBuf> {
+    Err(Error::new(Kind::Data, &remote.url, "this build reads only this disk").remedy("download it first"))
 }
 
 /// How a name alone decides what is read, as a word for keys; content decides everything else.

@@ -75,6 +75,19 @@ pub fn list(folder: &str) -> Result<Vec<(String, u64)>> {
     Ok(found)
 }
 
+/// Size and ETag (or time of change) of each URL.
+///
+/// # Errors
+/// As of [`fetch`].
+pub fn states(urls: &[String]) -> Result<Vec<(u64, String)>> {
+    let runtime = runtime()?;
+    let state = |url: &String| {
+        let meta = runtime.block_on(Place::of(url)?.head())?;
+        Ok((meta.size, meta.e_tag.unwrap_or_else(|| meta.last_modified.to_rfc3339())))
+    };
+    urls.iter().map(state).collect()
+}
+
 /// Files with the content of these URLs, from the cache where it has them. No more than `limit` bytes are kept in all.
 ///
 /// # Errors

@@ -8,6 +8,7 @@ mod manifest;
 mod read;
 mod shard;
 mod verify;
+mod window;
 mod write;
 
 pub use layout::{BLOCK_BYTES, HEADER_BYTES};
@@ -16,6 +17,7 @@ pub use manifest::{Manifest, ShardRecord, SourceRecord};
 pub use read::Store;
 pub use shard::{Ids, Shard};
 pub use verify::{Problem, Verified, verify};
+pub use window::{Window, WindowWriter, Windows};
 pub use write::{Begun, Document, Layout, PART, Writer};
 
 /// Name of the manifest in a set's folder.

@@ -48,6 +48,13 @@ impl Store {
         Ok(store)
     }
 
+    /// A set of one shard that is part of none on disk: a window of streamed data.
+    pub(super) fn of_shard(folder: &Path, manifest: Manifest, shard: Shard) -> Store {
+        let (documents, tokens) = (vec![0, shard.num_documents()], vec![0, shard.num_tokens()]);
+        let (path, manifest_text) = (folder.to_path_buf(), String::new());
+        Store { path, manifest, manifest_text, shards: vec![shard], documents, tokens }
+    }
+
     fn check_sums(&self) -> Result<()> {
         let (documents, tokens) = (self.num_documents(), self.tokens.last().copied().unwrap_or_default());
         let trained: u64 = self.manifest.shards.iter().map(|record| record.trained_tokens).sum();

@@ -56,8 +56,25 @@ pub struct Layout {
 }
 
 impl Layout {
-    fn token_bytes(&self) -> u32 {
+    pub(super) fn token_bytes(&self) -> u32 {
         if self.vocab_size <= 1 << 16 { 2 } else { 4 }
+    }
+
+    /// Refuses what no shard can hold.
+    pub(super) fn check(&self, document: &Document) -> Result<()> {
+        let ids = document.ids;
+        if let Some(id) = ids.iter().max().filter(|id| **id >= self.vocab_size) {
+            let problem =
+                format!("the tokenizer gives id {id}, but the model has {} rows of embeddings", self.vocab_size);
+            return Err(Error::new(Kind::Tokenizer, "tokenizer.json", problem)
+                .remedy("use the model's own tokenizer, or name the new tokens in model.add_tokens"));
+        }
+        if ids.len() >= u32::MAX as usize / 2 {
+            let problem = format!("a document of {} tokens is more than a set can hold", ids.len());
+            return Err(Error::new(Kind::Data, "", problem));
+        }
+        debug_assert!(document.trained.iter().all(|[start, end]| start < end && *end as usize <= ids.len()));
+        Ok(())
     }
 }
 
@@ -71,10 +88,10 @@ pub enum Begun {
 
 /// The note behind a complete shard.
 #[derive(Serialize, Deserialize)]
-struct Note {
-    key: String,
-    shard: ShardRecord,
-    state: Value,
+pub(super) struct Note {
+    pub key: String,
+    pub shard: ShardRecord,
+    pub state: Value,
 }
 
 /// A set on its way to disk. Dropped before [`Writer::finish`], it leaves its complete shards for the next run.
@@ -95,7 +112,7 @@ pub struct Writer {
 
 /// A shard in memory.
 #[derive(Default)]
-struct Buffer {
+pub(super) struct Buffer {
     tokens: Vec<u8>,
     spans: Vec<[u32; 2]>,
     offsets: Vec<u64>,
@@ -106,7 +123,7 @@ struct Buffer {
 }
 
 impl Buffer {
-    fn new(shard_bytes: u64) -> Buffer {
+    pub(super) fn new(shard_bytes: u64) -> Buffer {
         let mut buffer = Buffer::default();
         // Asked for at once, so that it is never copied to grow; the system gives pages only as they are written.
         buffer.tokens.reserve(shard_bytes as usize + shard_bytes as usize / 16);
@@ -114,7 +131,7 @@ impl Buffer {
         buffer
     }
 
-    fn clear(&mut self) {
+    pub(super) fn clear(&mut self) {
         self.tokens.clear();
         self.spans.clear();
         self.offsets.clear();
@@ -129,7 +146,23 @@ impl Buffer {
         self.offsets.last().copied().unwrap_or_default()
     }
 
-    fn push(&mut self, document: &Document, wide: bool) {
+    pub(super) fn is_empty(&self) -> bool {
+        self.lines.is_empty()
+    }
+
+    /// Whether its tokens and weights take so many bytes.
+    pub(super) fn is_full(&self, shard_bytes: u64) -> bool {
+        (self.tokens.len() + self.weights.len()) as u64 >= shard_bytes
+    }
+
+    /// Appends a document; the number of its trained tokens.
+    pub(super) fn push(&mut self, document: &Document, wide: bool) -> u64 {
+        let trained = self.trained;
+        self.append(document, wide);
+        self.trained - trained
+    }
+
+    fn append(&mut self, document: &Document, wide: bool) {
         let Document { ids, trained, weights, source, line } = document;
         let base = self.num_tokens();
         // Resized first: a plain loop over chunks becomes a copy, extending by an iterator of bytes does not.
@@ -267,33 +300,21 @@ impl Writer {
     /// # Errors
     /// An id that the vocabulary does not have, a document or a number of documents that cannot be told (no place).
     pub fn push(&mut self, document: &Document) -> Result<()> {
-        let ids = document.ids;
-        if let Some(id) = ids.iter().max().filter(|id| **id >= self.layout.vocab_size) {
-            let problem =
-                format!("the tokenizer gives id {id}, but the model has {} rows of embeddings", self.layout.vocab_size);
-            return Err(Error::new(Kind::Tokenizer, "tokenizer.json", problem)
-                .remedy("use the model's own tokenizer, or name the new tokens in model.add_tokens"));
-        }
-        if ids.len() >= u32::MAX as usize / 2 {
-            let problem = format!("a document of {} tokens is more than a set can hold", ids.len());
-            return Err(Error::new(Kind::Data, "", problem));
-        }
+        self.layout.check(document)?;
         if self.totals[0] >= u64::from(u32::MAX) - 1 {
             return Err(Error::new(Kind::Data, "", "more documents than a set can number")
                 .remedy("prepare the data in several sets"));
         }
-        debug_assert!(document.trained.iter().all(|[start, end]| start < end && *end as usize <= ids.len()));
-        let trained = self.shard.trained;
-        self.shard.push(document, self.layout.token_bytes() == 4);
+        let trained = self.shard.push(document, self.layout.token_bytes() == 4);
         self.totals[0] += 1;
-        self.totals[1] += ids.len() as u64;
-        self.totals[2] += self.shard.trained - trained;
+        self.totals[1] += document.ids.len() as u64;
+        self.totals[2] += trained;
         Ok(())
     }
 
     /// Whether it is time for [`Writer::cut`].
     pub fn is_full(&self) -> bool {
-        (self.shard.tokens.len() + self.shard.weights.len()) as u64 >= self.layout.shard_bytes
+        self.shard.is_full(self.layout.shard_bytes)
     }
 
     /// Closes the shard. `state`: what the caller needs to go on from here.
@@ -407,11 +428,11 @@ fn add(sums: [u64; 3], record: &ShardRecord) -> [u64; 3] {
     [sums[0] + record.documents, sums[1] + record.tokens, sums[2] + record.trained_tokens]
 }
 
-fn shard_name(index: usize) -> String {
+pub(super) fn shard_name(index: usize) -> String {
     format!("data-{index:05}.rft")
 }
 
-fn note_name(index: usize) -> String {
+pub(super) fn note_name(index: usize) -> String {
     format!("data-{index:05}.json")
 }
 
@@ -433,7 +454,7 @@ fn find_complete(folder: &Path, key: &str) -> Result<(Vec<ShardRecord>, Option<V
 }
 
 /// The note of a shard, if it and the shard are whole.
-fn read_note(folder: &Path, index: usize, key: &str) -> Option<Note> {
+pub(super) fn read_note(folder: &Path, index: usize, key: &str) -> Option<Note> {
     let text = fs::read_to_string(folder.join(note_name(index))).ok()?;
     check_seal(&text).ok()?;
     let mut value: Value = serde_json::from_str(&text).ok()?;
@@ -463,7 +484,7 @@ fn write_shards(
     }
 }
 
-fn write_shard(
+pub(super) fn write_shard(
     folder: &Path,
     layout: &Layout,
     buffer: &Buffer,
@@ -611,11 +632,11 @@ fn write_durably(folder: &Path, name: &str, fill: impl FnOnce(&mut Output) -> Re
     Ok((out.bytes, out.whole.digest()))
 }
 
-fn write_whole(folder: &Path, name: &str, bytes: &[u8]) -> Result<()> {
+pub(super) fn write_whole(folder: &Path, name: &str, bytes: &[u8]) -> Result<()> {
     write_durably(folder, name, |out| out.put(bytes)).map(|_| ())
 }
 
-fn remove_if_there(path: &Path) -> Result<()> {
+pub(super) fn remove_if_there(path: &Path) -> Result<()> {
     let removed = if path.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) };
     match removed {
         Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::io(path, "removing an old file", &e)),

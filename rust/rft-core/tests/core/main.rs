@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used)]
 
+mod feed;
 mod fuzz;
 mod jsonl;
 mod masks;
