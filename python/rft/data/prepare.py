@@ -380,6 +380,11 @@ def _remarks(part: dict[str, Any]) -> list[str]:
         texts.append(f"reasoning of earlier turns, which the template drops, was put back in {kept:,} rows")
     if part.get("tools_ignored_rows"):
         texts.append(f"{part['tools_ignored_rows']:,} rows have tools that the template does not write")
+    if part.get("unended_rows"):
+        texts.append(
+            f"in {part['unended_rows']:,} chats no control token ends what is trained on, so they do not teach the model "
+            "to stop: the template writes none there (data.template takes a copy of it that does)"
+        )
     unused = part.get("unused_fields", {})
     if unused:
         named = sorted(unused, key=lambda field: (-unused[field], field))
