@@ -46,7 +46,8 @@ def _step(options: str, seconds: float) -> Part:
 
 PARTS: tuple[Part, ...] = (
     Part("tests", "tests/models/test_kernel_swaps_gpu.py", 150, "tests/models/test_kernel_swaps.py -k llama"),
-    Part("tests", "tests/kernels/test_lora_linear.py tests/kernels/test_swiglu.py", 100, "tests/kernels/test_lora_linear.py -k single"),
+    Part("tests", "tests/kernels/test_lora_linear.py tests/kernels/test_lora_swiglu.py tests/kernels/test_fp8.py tests/kernels/test_dropout.py", 150,
+         "tests/kernels/test_lora_linear.py -k single"),
     Part("tests", "tests/models/test_attention_gpu.py", 120),
     _step("--systems rft --profile --cases lora-bf16/doc-8192", 120),
     _step("--systems rft --profile --cases lora-fp8/doc-8192", 120),
@@ -56,8 +57,11 @@ PARTS: tuple[Part, ...] = (
     _step("--cases lora-bf16/doc-8192 lora-fp8/doc-8192", 330),
     _step("--cases lora-bf16/packed-400 lora-fp8/packed-400", 330),
     _step("--systems rft liger --cases llama-1b/full-bf16/doc-8192", 150),
+    Part("bench", "train/fp8_curve {fp8_curve}", 240, "train/fp8_curve --tiny"),
     _step("--cases lora-bf16/doc-8192-default-settings lora-fp8/doc-8192-default-settings", 330),
     _step("--cases lora-bf16/packed-400-default-settings lora-fp8/packed-400-default-settings", 330),
+    Part("bench", "train/plan --seconds 540", 560, "train/plan --tiny --only 8b-lora-8k-full qlora-2k"),
+    Part("bench", "kernels/nf4", 60),
     Part("bench", "kernels/linear_cross_entropy", 120),
     Part("bench", "kernels/swiglu", 60),
     Part("bench", "kernels/rms_norm", 60),
@@ -67,6 +71,7 @@ PARTS: tuple[Part, ...] = (
     Part("bench", "train/parity {parity}", 300),
     Part("bench", "train/first_loss {first_loss}", 120, "train/first_loss --tiny"),
     Part("tests", "tests/parallel/test_nccl.py", 240),
+    Part("bench", "train/scaling --parts nccl parity killed speed checkpoint", 560, "train/scaling --tiny --parts parity"),
 )  # fmt: skip
 """In order of importance: is it right, how fast is it and where does the time go, then each case beside its peers in one run. `{name}` stands
 for the value of --name; without one the part is left out."""
@@ -180,6 +185,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="--all on a CPU with tiny shapes")
     parser.add_argument("--parity", help="options of train/parity: '--model DIR --train FILE'")
     parser.add_argument("--first-loss", help="options of train/first_loss: '--tokenizer DIR --train FILE'")
+    parser.add_argument("--fp8-curve", help="options of train/fp8_curve: '--model DIR --train FILE --eval FILE'")
     parser.add_argument("--commit", help="commit to name where the machine has no repository")
     return parser.parse_args()
 
@@ -210,7 +216,7 @@ def bench_command(bench: str, out: Path) -> list[str]:
 
 def run_all(runner: Runner, args: argparse.Namespace, out: Path) -> None:
     """The parts in order. Says with which to go on where time ran out."""
-    given = {"parity": args.parity, "first_loss": args.first_loss}
+    given = {"parity": args.parity, "first_loss": args.first_loss, "fp8_curve": args.fp8_curve}
     for number, part in enumerate(PARTS):
         what = part.tiny if args.tiny else part.what
         if number < args.first or what is None:

@@ -9,6 +9,7 @@ Off CUDA the same numbers are multiplied in fp32 (tests).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,13 @@ from rft.kernels import launch
 DTYPE = torch.float8_e4m3fn
 LARGEST = 448.0
 BLOCK = 4096
+
+
+class Rows(NamedTuple):
+    """q (M, N) e4m3 and scale (M, 1) fp32 with q * scale ~ x."""
+
+    q: Tensor
+    scale: Tensor
 
 
 class Weight(NamedTuple):
@@ -41,11 +49,34 @@ class Weight(NamedTuple):
         return self.by_row.float() * self.row_scale
 
 
-def quantise_rows_reference(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(q (M, N) e4m3, scale (M, 1) fp32) in plain torch."""
+def quantise_rows_reference(x: Tensor) -> Rows:
+    """In plain torch."""
     x = x.float()
     scale = x.abs().amax(-1, keepdim=True).clamp_min(1e-12) / LARGEST
-    return (x / scale).clamp(-LARGEST, LARGEST).to(DTYPE), scale
+    return Rows((x / scale).clamp(-LARGEST, LARGEST).to(DTYPE), scale)
+
+
+@triton.jit
+def scale_of(largest):
+    """Scale of a row (or of rows) from its largest absolute value, fp32."""
+    return tl.maximum(largest, 1e-12) / 448.0
+
+
+@triton.jit
+def quotient(x, scale):
+    """What is stored of x, fp32, before it is rounded to e4m3."""
+    return tl.minimum(tl.maximum(x / scale, -448.0), 448.0)
+
+
+def empty_rows(M: int, N: int, device: torch.device) -> Rows:
+    """Where a kernel puts quantised rows; `landed` gives them out. The interpreter has no e4m3 stores to trust: fp32 there."""
+    q = torch.empty(M, N, dtype=torch.float32 if launch.INTERPRETED else DTYPE, device=device)
+    return Rows(q, torch.empty(M, 1, dtype=torch.float32, device=device))
+
+
+def landed(rows: Rows) -> Rows:
+    """Rows that a kernel has filled, in e4m3."""
+    return Rows(rows.q.to(DTYPE), rows.scale)
 
 
 @triton.jit
@@ -57,27 +88,24 @@ def _quantise_kernel(x_ptr, x_stride, q_ptr, scale_ptr, N, ONE_BLOCK: tl.constex
     cols = tl.arange(0, BLOCK)
     if ONE_BLOCK:
         x = tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
-        scale = tl.maximum(tl.max(tl.abs(x), axis=0), 1e-12) / 448.0
-        q = tl.minimum(tl.maximum(x / scale, -448.0), 448.0)
-        tl.store(q_ptr + cols, q.to(q_ptr.dtype.element_ty), mask=cols < N)
+        scale = scale_of(tl.max(tl.abs(x), axis=0))
+        tl.store(q_ptr + cols, quotient(x, scale).to(q_ptr.dtype.element_ty), mask=cols < N)
     else:
         largest = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, N, BLOCK):
             x = tl.load(x_ptr + start + cols, mask=start + cols < N, other=0.0).to(tl.float32)
             largest = tl.maximum(largest, tl.abs(x))
-        scale = tl.maximum(tl.max(largest, axis=0), 1e-12) / 448.0
+        scale = scale_of(tl.max(largest, axis=0))
         for start in range(0, N, BLOCK):  # again from L2
             x = tl.load(x_ptr + start + cols, mask=start + cols < N, other=0.0).to(tl.float32)
-            q = tl.minimum(tl.maximum(x / scale, -448.0), 448.0)
-            tl.store(q_ptr + start + cols, q.to(q_ptr.dtype.element_ty), mask=start + cols < N)
+            tl.store(q_ptr + start + cols, quotient(x, scale).to(q_ptr.dtype.element_ty), mask=start + cols < N)
     tl.store(scale_ptr + row, scale)
 
 
 @torch.library.custom_op("rft::fp8_quantise_rows", mutates_args=())
 def _quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     M, N = x.shape
-    q = torch.empty(M, N, dtype=DTYPE, device=x.device)
-    scale = x.new_empty(M, 1, dtype=torch.float32)
+    q, scale = empty_rows(M, N, x.device)
     if M and N:
         block = launch.power_of_two(N, most=1 << 14)
         with launch.on_device_of(x):
@@ -85,24 +113,124 @@ def _quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
                 x, x.stride(0), q, scale, N, ONE_BLOCK=block >= N, BLOCK=block if block >= N else BLOCK,
                 num_warps=max(1, min(16, block // 512)),
             )  # fmt: skip
-    return q, scale
+    return landed(Rows(q, scale))
 
 
 @_quantise_rows.register_fake
 def _(x):
-    return torch.empty(x.shape, dtype=DTYPE, device=x.device), x.new_empty(x.shape[0], 1, dtype=torch.float32)
+    return fake_rows(x)
 
 
-def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(q (M, N) e4m3, scale (M, 1) fp32) with q * scale ~ x. x: (M, N), any float dtype and row stride."""
-    if not x.is_cuda:  # the interpreter has no e4m3 stores to trust
+def fake_rows(x: Tensor) -> Rows:
+    """Empty rows of the shape of x: what fake kernels answer."""
+    return Rows(torch.empty(x.shape, dtype=DTYPE, device=x.device), x.new_empty(x.shape[0], 1, dtype=torch.float32))
+
+
+def quantise_rows(x: Tensor) -> Rows:
+    """Rows of x: (M, N), any float dtype and row stride."""
+    if not x.is_cuda:  # the same numbers, much faster than in the interpreter
         return quantise_rows_reference(x)
-    return _quantise_rows(launch.with_unit_columns(x))
+    return Rows(*_quantise_rows(launch.with_unit_columns(x)))
+
+
+JOINED = 3
+"""Most tensors that `quantise_joined` takes."""
+
+
+@triton.jit
+def _largest_of(x_ptr, N, largest, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    for start in range(0, N, BLOCK):
+        x = tl.load(x_ptr + start + cols, mask=start + cols < N, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(x))
+    return largest
+
+
+@triton.jit
+def _put(x_ptr, N, q_ptr, scale, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    for start in range(0, N, BLOCK):  # again from L2
+        x = tl.load(x_ptr + start + cols, mask=start + cols < N, other=0.0).to(tl.float32)
+        tl.store(q_ptr + start + cols, quotient(x, scale).to(q_ptr.dtype.element_ty), mask=start + cols < N)
+
+
+@triton.jit
+def _quantise_joined_kernel(
+    x_ptr, x_stride, N_x, y_ptr, y_stride, N_y, z_ptr, z_stride, N_z, q_ptr, scale_ptr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """One row of [x | y | z]. An N of 0: it is not there."""
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * x_stride
+    y_ptr += row * y_stride
+    z_ptr += row * z_stride
+    q_ptr += row * (N_x + N_y + N_z)
+    largest = _largest_of(x_ptr, N_x, tl.zeros((BLOCK,), tl.float32), BLOCK)
+    largest = _largest_of(y_ptr, N_y, largest, BLOCK)
+    largest = _largest_of(z_ptr, N_z, largest, BLOCK)
+    scale = scale_of(tl.max(largest, axis=0))
+    tl.store(scale_ptr + row, scale)
+    _put(x_ptr, N_x, q_ptr, scale, BLOCK)
+    _put(y_ptr, N_y, q_ptr + N_x, scale, BLOCK)
+    _put(z_ptr, N_z, q_ptr + N_x + N_y, scale, BLOCK)
+
+
+@torch.library.custom_op("rft::fp8_quantise_joined", mutates_args=())
+def _quantise_joined(x: Tensor, y: Tensor, z: Tensor | None) -> tuple[Tensor, Tensor]:
+    parts = [x, y, x[:, :0] if z is None else z]
+    rows = empty_rows(x.shape[0], sum(p.shape[1] for p in parts), x.device)
+    if rows.q.numel():
+        arguments = [a for p in parts for a in (p, p.stride(0), p.shape[1])]
+        block = launch.power_of_two(max(p.shape[1] for p in parts), most=BLOCK)
+        with launch.on_device_of(x):
+            _quantise_joined_kernel[(x.shape[0],)](
+                *arguments, *rows, BLOCK=block, num_warps=max(1, min(8, block // 512))
+            )
+    return landed(rows)
+
+
+@_quantise_joined.register_fake
+def _(x, y, z):
+    return fake_rows(x.new_empty(x.shape[0], sum(0 if p is None else p.shape[1] for p in (x, y, z))))
+
+
+def quantise_joined(parts: Sequence[Tensor]) -> Rows:
+    """Rows of the parts side by side, one scale a row for all. parts: two or three (M, N_i) of one dtype, any row stride."""
+    if not 2 <= len(parts) <= JOINED:
+        raise ValueError(f"quantise_joined: {len(parts)} tensors, wanted 2 or {JOINED}")
+    if not parts[0].is_cuda:
+        return quantise_rows_reference(torch.cat(list(parts), dim=1))
+    x, y, *z = (launch.with_unit_columns(p) for p in parts)
+    return Rows(*_quantise_joined(x, y, z[0] if z else None))
 
 
 def quantise_weight(weight: Tensor) -> Weight:
     """Both layouts of a (N, K) weight, each quantised from it by its own rows."""
     return Weight(*quantise_rows(weight), *quantise_rows(weight.t().contiguous()))
+
+
+def quantise_weights(weights: Sequence[Tensor]) -> list[Weight]:
+    """Of linears that read one input, (N_i, K) each: their columns lie side by side under common scales, so that the gradient of the
+    input is one product (`joined_columns`)."""
+    columns, column_scale = quantise_rows(torch.cat([w.t() for w in weights], dim=1))
+    parts = columns.split([w.shape[0] for w in weights], dim=1)
+    return [Weight(*quantise_rows(w), part, column_scale) for w, part in zip(weights, parts, strict=True)]
+
+
+def joined_columns(weights: Sequence[Weight]) -> Tensor | None:
+    """(K, sum of N) e4m3 where the column layouts lie side by side in one tensor under common scales, in this order; else None.
+
+    Whoever copies a weight alone takes it out of its tensor: then each is multiplied by itself, with the same numbers.
+    """
+    first = weights[0].by_column
+    end = first.data_ptr()
+    for weight in weights:
+        columns = weight.by_column
+        same = columns.stride() == first.stride() and columns.data_ptr() == end
+        if not same or weight.column_scale.data_ptr() != weights[0].column_scale.data_ptr():
+            return None
+        end += columns.shape[1]
+    width = sum(w.by_column.shape[1] for w in weights)
+    return first.as_strided((first.shape[0], width), (first.stride(0), 1)) if first.stride(0) == width else None
 
 
 def product(q: Tensor, scale: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -111,9 +239,9 @@ def product(q: Tensor, scale: Tensor, weight: Weight, bias: Tensor | None, dtype
     return y if bias is None else y.add_(bias.to(dtype))
 
 
-def product_back(q: Tensor, scale: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor:
-    """(T, K) = (q * scale) @ W, for a gradient of the output."""
-    return _scaled(q, scale, weight.by_column, weight.column_scale, dtype, fast=False)
+def product_back(q: Tensor, scale: Tensor, columns: Tensor, column_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """(T, K) = (q * scale) @ W, for a gradient of the output. columns: (K, N), of one weight or joined."""
+    return _scaled(q.contiguous(), scale, columns.contiguous(), column_scale, dtype, fast=False)
 
 
 def _scaled(q: Tensor, scale: Tensor, other: Tensor, other_scale: Tensor, dtype: torch.dtype, *, fast: bool) -> Tensor:

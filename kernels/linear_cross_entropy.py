@@ -46,6 +46,15 @@ class Chunks(NamedTuple):
     """0: whole rows."""
 
 
+FAST_ROWS, FAST_BYTES = 4096, 2200 * MIB
+
+
+def fast_rows(V: int, itemsize: int, *, whole_rows: bool) -> int:
+    """Rows of logits at a time that are as fast as more. whole_rows: the weight is trained, and its gradient summed chunk by chunk in fp32,
+    which fewer chunks save."""
+    return max(FAST_ROWS, FAST_BYTES // (V * itemsize)) if whole_rows else FAST_ROWS
+
+
 def plan_chunks(
     chunk_rows: int | Literal["auto", "least"], M: int, H: int, V: int, itemsize: int, *, whole_rows: bool
 ) -> Chunks:
@@ -53,16 +62,12 @@ def plan_chunks(
 
     Measured on an H200 at 8192 x 4096 x 128256 (bench/kernels/linear_cross_entropy.py).
     """
-    if whole_rows:
+    if chunk_rows != "least" or whole_rows:
         if chunk_rows == "least":
             count = max(128, 64 * MIB // (V * itemsize))
-        elif chunk_rows == "auto":
-            count = M if M * V * itemsize <= 2200 * MIB else 4096
         else:
-            count = chunk_rows
-        return Chunks(max(1, min(count, M)), 0)
-    if chunk_rows != "least":
-        return Chunks(max(1, min(4096 if chunk_rows == "auto" else chunk_rows, M)), V)
+            count = fast_rows(V, itemsize, whole_rows=whole_rows) if chunk_rows == "auto" else chunk_rows
+        return Chunks(max(1, min(count, M)), 0 if whole_rows else V)
     count = 1024
     while count > 128 and count * H * 4 > 16 * MIB:
         count //= 2

@@ -1,6 +1,6 @@
 """Both small gradients of a low-rank branch from one reading of the large one. T tokens, N columns, r rank.
 
-Of y = x @ W.T + s @ B.T with s = x @ A.T * scaling, the backward pass needs ds = dy @ B (T, r) and dB = dy.T @ s (N, r). Each is
+Of y = x @ W.T + scale * s @ B.T with s = x @ A.T, the backward pass needs scale * dy @ B (T, r) and scale * dy.T @ s (N, r). Each is
 a skinny product bound by reading dy; here one kernel makes both from a tile while it is on the chip. Its parts are added in a
 fixed order by a second kernel, so that repeats are bit-equal. Larger ranks take the two products. A step of other ops'
 backward passes: it has no gradient itself.
@@ -25,9 +25,9 @@ MAX_RANK = 32
 r = 16, 0.23 against 0.15 (bench/kernels/lora.py, H200)."""
 
 
-def lowrank_gradients_reference(dy: Tensor, s: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
-    """(dy @ B, dy.T @ s) in fp32 torch; the first in the dtype of s, the second in fp32."""
-    dy = dy.float()
+def lowrank_gradients_reference(dy: Tensor, s: Tensor, B: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """scale times (dy @ B, dy.T @ s) in fp32 torch; the first in the dtype of s, the second in fp32."""
+    dy = dy.float() * scale
     return (dy @ B.float()).to(s.dtype), dy.t() @ s.float()
 
 
@@ -57,24 +57,37 @@ def _lowrank_kernel(
 
 
 @triton.jit
-def _add_parts_kernel(parts_ptr, out_ptr, num_parts, N, BLOCK: tl.constexpr):
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+def _add_up(parts_ptr, out_ptr, num_parts, N, scale, block, BLOCK: tl.constexpr):
+    offsets = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < N
     total = tl.zeros((BLOCK,), tl.float32)
     for part in range(num_parts):
         total += tl.load(parts_ptr + part * N + offsets, mask=mask, other=0.0)
-    tl.store(out_ptr + offsets, total, mask=mask)
+    tl.store(out_ptr + offsets, total * scale, mask=mask)
+
+
+@triton.jit
+def _add_parts_kernel(
+    ds_parts_ptr, ds_ptr, num_ds_parts, ds_size, db_parts_ptr, db_ptr, num_db_parts, db_size, scale, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The parts of both, in one launch."""
+    block, ds_blocks = tl.program_id(0), tl.cdiv(ds_size, BLOCK)
+    if block < ds_blocks:
+        _add_up(ds_parts_ptr, ds_ptr, num_ds_parts, ds_size, scale, block, BLOCK)
+    else:
+        _add_up(db_parts_ptr, db_ptr, num_db_parts, db_size, scale, block - ds_blocks, BLOCK)
 
 
 @torch.library.custom_op("rft::lowrank_gradients", mutates_args=())
-def _lowrank_gradients(dy: Tensor, s: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
+def _lowrank_gradients(dy: Tensor, s: Tensor, B: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     (T, N), r = dy.shape, s.shape[1]
     ds = torch.empty(T, r, dtype=s.dtype, device=s.device)
     if not T or not N or not r:
         return ds.zero_(), dy.new_zeros(N, r, dtype=torch.float32)
     if r > MAX_RANK:
         wide = dy.dtype == torch.float32
-        return (dy @ B.to(dy.dtype)).to(s.dtype), dy.t() @ s if wide else torch.mm(dy.t(), s, out_dtype=torch.float32)
+        ds = (dy @ B.to(dy.dtype)).mul_(scale).to(s.dtype)
+        return ds, (dy.t() @ s if wide else torch.mm(dy.t(), s, out_dtype=torch.float32)).mul_(scale)
     dB = dy.new_empty(N, r, dtype=torch.float32)
     R = max(16, launch.power_of_two(r, most=MAX_RANK))
     # dB's sums stay in registers, the tiles in flight in 227 KiB of shared memory.
@@ -91,19 +104,20 @@ def _lowrank_gradients(dy: Tensor, s: Tensor, B: Tensor) -> tuple[Tensor, Tensor
             PRECISION="ieee" if dy.dtype == torch.float32 else "tf32", R=R, BLOCK_T=BLOCK_T, BLOCK_N=block_n,
             STAGES=NUM_STAGES, num_warps=NUM_WARPS,
         )  # fmt: skip
-        for parts, out in ((ds_parts, ds), (db_parts, dB)):
-            _add_parts_kernel[(triton.cdiv(out.numel(), 1024),)](parts, out, parts.shape[0], out.numel(), BLOCK=1024)
+        _add_parts_kernel[(triton.cdiv(ds.numel(), 1024) + triton.cdiv(dB.numel(), 1024),)](
+            ds_parts, ds, column_blocks, ds.numel(), db_parts, dB, token_ranges, dB.numel(), scale, BLOCK=1024
+        )
     return ds, dB
 
 
 @_lowrank_gradients.register_fake
-def _(dy, s, B):
+def _(dy, s, B, scale):
     ds = torch.empty(s.shape, dtype=s.dtype, device=s.device)
     return ds, dy.new_empty(dy.shape[1], s.shape[1], dtype=torch.float32)
 
 
-def lowrank_gradients(dy: Tensor, s: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
-    """(ds = dy @ B, in the dtype of s; dB = dy.T @ s, fp32). dy: (T, N), s: (T, r), B: (N, r), any row strides.
+def lowrank_gradients(dy: Tensor, s: Tensor, B: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """scale times (dy @ B, in the dtype of s; dy.T @ s, fp32). dy: (T, N), s: (T, r), B: (N, r), any row strides.
 
     Products in the dtype of dy, sums in fp32.
     """
@@ -112,4 +126,4 @@ def lowrank_gradients(dy: Tensor, s: Tensor, B: Tensor) -> tuple[Tensor, Tensor]
         raise ValueError(
             f"lowrank_gradients: dy {tuple(dy.shape)}, s {tuple(s.shape)}, B {tuple(B.shape)}: wanted (T, N), (T, r), (N, r)"
         )
-    return _lowrank_gradients(launch.with_unit_columns(dy), launch.with_unit_columns(s), launch.with_unit_columns(B))
+    return _lowrank_gradients(*(launch.with_unit_columns(t) for t in (dy, s, B)), scale)

@@ -1,5 +1,7 @@
 """RMSNorm: y = x * rsqrt(mean(x^2) + eps) * (weight + offset), alone or of x + residual. M rows, N columns; sums in fp32.
 
+The result may come quantised to FP8 beside itself (fp8.py), one byte an element more instead of a pass of three.
+
 Saves rstd (M,) fp32 and what was normalised. 4 bytes an element forward and 6 backward in bf16 (8 and 8 with the addition).
 Backward, a program walks over many rows and keeps its share of the weight's gradient in registers; a second kernel adds the
 shares in a fixed order, so that repeats are bit-equal.
@@ -11,8 +13,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from rft.kernels import launch
+from rft.kernels import fp8, launch
 
 TILE = 8192
 PROGRAMS_PER_MULTIPROCESSOR = 1
@@ -36,8 +39,8 @@ def rms_norm_reference(
 
 @triton.jit
 def _forward_kernel(
-    x_ptr, x_stride, residual_ptr, residual_stride, weight_ptr, y_ptr, sum_ptr, rstd_ptr, M, N, eps, offset,
-    CAST_BEFORE_WEIGHT: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    x_ptr, x_stride, residual_ptr, residual_stride, weight_ptr, y_ptr, sum_ptr, rstd_ptr, q_ptr, scale_ptr, M, N, eps, offset,
+    CAST_BEFORE_WEIGHT: tl.constexpr, HAS_RESIDUAL: tl.constexpr, QUANTISE: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK_N)
@@ -55,8 +58,15 @@ def _forward_kernel(
     normed = x * rstd[:, None]
     if CAST_BEFORE_WEIGHT:
         normed = normed.to(y_ptr.dtype.element_ty).to(tl.float32)
-    tl.store(y_ptr + row[:, None] * N + cols[None, :], normed * w[None, :], mask=mask)
+    y = (normed * w[None, :]).to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + row[:, None] * N + cols[None, :], y, mask=mask)
     tl.store(rstd_ptr + row, rstd, mask=row < M)
+    if QUANTISE:  # what was stored, so that the numbers are those of a pass of its own
+        y = y.to(tl.float32)
+        scale = fp8.scale_of(tl.max(tl.abs(y), axis=1))
+        q = fp8.quotient(y, scale[:, None]).to(q_ptr.dtype.element_ty)
+        tl.store(q_ptr + row[:, None] * N + cols[None, :], q, mask=mask)
+        tl.store(scale_ptr + row, scale, mask=row < M)
 
 
 @triton.jit
@@ -105,45 +115,83 @@ def _tile(N: int) -> dict[str, int]:
     return {"ROWS": rows, "BLOCK_N": block, "num_warps": max(4, min(32, rows * block // 1024))}
 
 
-def _launch_forward(x, residual, weight, eps, offset, cast_before_weight) -> tuple[Tensor, Tensor, Tensor | None]:
+def _launch_forward(x, residual, weight, eps, offset, cast_before_weight, quantise=False):
+    """(y, rstd, sum or None, quantised rows or None)"""
     M, N = x.shape
     y = torch.empty(M, N, dtype=x.dtype, device=x.device)
     total = None if residual is None else torch.empty_like(y)
     rstd = x.new_empty(M, dtype=torch.float32)
+    rows = fp8.empty_rows(M, N, x.device) if quantise else None
     tile = _tile(N)
     if M:
         with launch.on_device_of(x):
             _forward_kernel[(triton.cdiv(M, tile["ROWS"]),)](
                 x, x.stride(0), residual, 0 if residual is None else residual.stride(0), weight, y, total, rstd,
-                M, N, eps, offset, CAST_BEFORE_WEIGHT=cast_before_weight, HAS_RESIDUAL=residual is not None, **tile,
+                *(rows or (None, None)), M, N, eps, offset, CAST_BEFORE_WEIGHT=cast_before_weight,
+                HAS_RESIDUAL=residual is not None, QUANTISE=quantise, **tile,
             )  # fmt: skip
-    return y, rstd, total
+    return y, rstd, total, None if rows is None else fp8.landed(rows)
+
+
+# Four forward ops, since what an op gives out is fixed: alone or of a sum, plain or with its quantised rows behind.
 
 
 @torch.library.custom_op("rft::rms_norm", mutates_args=())
 def _rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, cast_before_weight: bool) -> tuple[Tensor, Tensor]:
-    y, rstd, _ = _launch_forward(x, None, weight, eps, offset, cast_before_weight)
+    y, rstd, _, _ = _launch_forward(x, None, weight, eps, offset, cast_before_weight)
     return y, rstd
 
 
-@_rms_norm.register_fake
-def _(x, weight, eps, offset, cast_before_weight):
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device), x.new_empty(x.shape[0], dtype=torch.float32)
+@torch.library.custom_op("rft::rms_norm_fp8", mutates_args=())
+def _rms_norm_fp8(
+    x: Tensor, weight: Tensor, eps: float, offset: float, cast_before_weight: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    y, rstd, _, rows = _launch_forward(x, None, weight, eps, offset, cast_before_weight, True)
+    return y, rstd, rows.q, rows.scale
 
 
 @torch.library.custom_op("rft::add_rms_norm", mutates_args=())
 def _add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float, cast_before_weight: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    y, rstd, total = _launch_forward(x, residual, weight, eps, offset, cast_before_weight)
-    assert total is not None
+    y, rstd, total, _ = _launch_forward(x, residual, weight, eps, offset, cast_before_weight)
     return y, total, rstd
+
+
+@torch.library.custom_op("rft::add_rms_norm_fp8", mutates_args=())
+def _add_rms_norm_fp8(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float, cast_before_weight: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    y, rstd, total, rows = _launch_forward(x, residual, weight, eps, offset, cast_before_weight, True)
+    return y, total, rstd, rows.q, rows.scale
+
+
+def _fake_y(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _fake_rstd(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], dtype=torch.float32)
+
+
+@_rms_norm.register_fake
+def _(x, weight, eps, offset, cast_before_weight):
+    return _fake_y(x), _fake_rstd(x)
+
+
+@_rms_norm_fp8.register_fake
+def _(x, weight, eps, offset, cast_before_weight):
+    return _fake_y(x), _fake_rstd(x), *fp8.fake_rows(x)
 
 
 @_add_rms_norm.register_fake
 def _(x, residual, weight, eps, offset, cast_before_weight):
-    y, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
-    return y, total, x.new_empty(x.shape[0], dtype=torch.float32)
+    return _fake_y(x), _fake_y(x), _fake_rstd(x)
+
+
+@_add_rms_norm_fp8.register_fake
+def _(x, residual, weight, eps, offset, cast_before_weight):
+    return _fake_y(x), _fake_y(x), _fake_rstd(x), *fp8.fake_rows(x)
 
 
 @torch.library.custom_op("rft::rms_norm_backward", mutates_args=())
@@ -182,11 +230,11 @@ def _(dy, d_sum, x, weight, rstd, offset, cast_before_weight, need_weight):
 def _save(ctx, inputs, output):
     x, weight, _, ctx.offset, ctx.cast_before_weight = inputs
     ctx.save_for_backward(x, weight, output[1])
-    ctx.mark_non_differentiable(output[1])
+    ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, dy, _):
+def _backward(ctx, dy, *_):
     if dy is None:
         return (None,) * 5
     x, weight, rstd = ctx.saved_tensors
@@ -196,16 +244,17 @@ def _backward(ctx, dy, _):
 
 
 _rms_norm.register_autograd(_backward, setup_context=_save)
+_rms_norm_fp8.register_autograd(_backward, setup_context=_save)
 
 
 def _save_add(ctx, inputs, output):
     _, _, weight, _, ctx.offset, ctx.cast_before_weight = inputs
     ctx.save_for_backward(output[1], weight, output[2])
-    ctx.mark_non_differentiable(output[2])
+    ctx.mark_non_differentiable(*output[2:])
     ctx.set_materialize_grads(False)
 
 
-def _backward_add(ctx, dy, d_sum, _):
+def _backward_add(ctx, dy, d_sum, *_):
     if dy is None:
         return d_sum, d_sum, None, None, None, None
     total, weight, rstd = ctx.saved_tensors
@@ -215,6 +264,7 @@ def _backward_add(ctx, dy, d_sum, _):
 
 
 _add_rms_norm.register_autograd(_backward_add, setup_context=_save_add)
+_add_rms_norm_fp8.register_autograd(_backward_add, setup_context=_save_add)
 
 
 def _check(op: str, x: Tensor, weight: Tensor) -> None:
@@ -234,6 +284,56 @@ def rms_norm(
     return _rms_norm(launch.as_rows(x), weight.contiguous(), eps, offset, cast_before_weight)[0].view(x.shape)
 
 
+def rms_norm_fp8(
+    x: Tensor, weight: Tensor, eps: float = 1e-6, *, offset: float = 0.0, cast_before_weight: bool = True
+) -> tuple[Tensor, fp8.Rows]:
+    """(`rms_norm`, the same quantised by row): the rows (M, N) are those of `fp8.quantise_rows`, and have no gradient."""
+    _check("rms_norm_fp8", x, weight)
+    y, _, *rows = _rms_norm_fp8(launch.as_rows(x), weight.contiguous(), eps, offset, cast_before_weight)
+    return y.view(x.shape), fp8.Rows(*rows)
+
+
+class _Beside(torch.autograd.Function):
+    """The norm of x, and x itself for whoever else reads it: what comes back for x is added in the norm's own backward pass."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps, offset, cast_before_weight, quantise):
+        rows = launch.as_rows(x)
+        y, rstd, *quantised = (_rms_norm_fp8 if quantise else _rms_norm)(rows, weight, eps, offset, cast_before_weight)
+        ctx.save_for_backward(rows, weight, rstd)
+        ctx.casting = offset, cast_before_weight
+        ctx.mark_non_differentiable(*quantised)
+        ctx.set_materialize_grads(False)
+        return y.view(x.shape), x, *quantised
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, d_x, *_):
+        rows, weight, rstd = ctx.saved_tensors
+        if dy is None:
+            return d_x, None, None, None, None, None
+        need_weight = ctx.needs_input_grad[1]
+        d_beside = None if d_x is None else launch.as_rows(d_x)
+        dx, d_weight = _rms_norm_backward(launch.as_rows(dy), d_beside, rows, weight, rstd, *ctx.casting, need_weight)
+        return dx.view(dy.shape), d_weight if need_weight else None, None, None, None, None
+
+
+def rms_norm_beside(
+    x: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    cast_before_weight: bool = True,
+    quantise: bool = False,
+) -> tuple[Tensor, Tensor, fp8.Rows | None]:
+    """(`rms_norm`, x, and with `quantise` the rows of `rms_norm_fp8`), for a residual stream: everybody else reads the second result, so
+    that the gradient of x is summed in one pass."""
+    _check("rms_norm_beside", x, weight)
+    y, same, *rows = _Beside.apply(x, weight.contiguous(), eps, offset, cast_before_weight, quantise)
+    return y, same, fp8.Rows(*rows) if rows else None
+
+
 def add_rms_norm(
     x: Tensor,
     residual: Tensor,
@@ -247,12 +347,33 @@ def add_rms_norm(
 
     x, residual: (..., N) of one dtype. Backward adds the gradient of the sum in the same pass.
     """
-    _check("add_rms_norm", x, weight)
-    if x.shape != residual.shape or x.dtype != residual.dtype:
-        raise ValueError(
-            f"add_rms_norm: x {tuple(x.shape)} {x.dtype} and residual {tuple(residual.shape)} {residual.dtype} differ"
-        )
+    _check_add("add_rms_norm", x, residual, weight)
     y, total, _ = _add_rms_norm(
         launch.as_rows(x), launch.as_rows(residual), weight.contiguous(), eps, offset, cast_before_weight
     )
     return y.view(x.shape), total.view(x.shape)
+
+
+def add_rms_norm_fp8(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    cast_before_weight: bool = True,
+) -> tuple[Tensor, Tensor, fp8.Rows]:
+    """(both results of `add_rms_norm`, the first quantised by row as in `rms_norm_fp8`)."""
+    _check_add("add_rms_norm_fp8", x, residual, weight)
+    y, total, _, *rows = _add_rms_norm_fp8(
+        launch.as_rows(x), launch.as_rows(residual), weight.contiguous(), eps, offset, cast_before_weight
+    )
+    return y.view(x.shape), total.view(x.shape), fp8.Rows(*rows)
+
+
+def _check_add(op: str, x: Tensor, residual: Tensor, weight: Tensor) -> None:
+    _check(op, x, weight)
+    if x.shape != residual.shape or x.dtype != residual.dtype:
+        raise ValueError(
+            f"{op}: x {tuple(x.shape)} {x.dtype} and residual {tuple(residual.shape)} {residual.dtype} differ"
+        )

@@ -47,7 +47,7 @@ def write_chats(path: Path, megabytes: float, given: Path | None) -> int:
     """Writes about so many megabytes of chats to `path`; returns the number of bytes."""
     limit = int(megabytes * 1e6)
     with path.open("wb") as file:
-        for line in _lines(given) if given else _own_lines():
+        for line in _lines(given) if given else own_lines():
             file.write(line)
             if file.tell() >= limit:
                 break
@@ -59,7 +59,8 @@ def _lines(path: Path) -> Iterator[bytes]:
         yield from file
 
 
-def _own_lines() -> Iterator[bytes]:
+def own_lines() -> Iterator[bytes]:
+    """A chat a line, as JSON."""
     pick, seen = random.Random(0), set()
     system = ["You are a helpful assistant.", "Answer in one sentence where you can.", "You explain Python code."]
     texts: list[str] = []

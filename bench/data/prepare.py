@@ -2,6 +2,9 @@
 
     python bench/data/prepare.py --tokenizer FOLDER [--peer-python PYTHON]
     python bench/data/prepare.py --tokenizer FOLDER --memory-gb 0.1 1 20      peak memory by size of the input, no peer
+    ... --memory-input rows     the same over lines of text of long tokens: a set of 20 GB of it takes a fifteenth on disk
+
+The input of a memory run is one file of --megabytes, read as many times as it takes (as sources of their own).
 
 ours: `_native.prepare` (read, parse, render, tokenise, mask, shards on disk, flushed) and the pack plan of the epoch.
 theirs: load_dataset("json"), a batched map with `apply_chat_template(..., return_assistant_tokens_mask=True)`, TRL's
@@ -15,6 +18,7 @@ NEEDS = "--tokenizer FOLDER of a Qwen3 model (tokenizer.json)"
 
 import json
 import os
+import random
 import resource
 import shutil
 import subprocess
@@ -84,7 +88,17 @@ def peer(python: str, chats: Path, tokenizer: Path, folder: Path, repeats: int) 
     return lines[:-1], lines[-1]["versions"]
 
 
-def memory(gigabytes: float, threads: int, chats: Path, tokenizer: Path, folder: Path) -> tuple[int, int]:
+def write_rows(path: Path, megabytes: float) -> None:
+    """Lines of about 1 kB of long tokens: runs of one sign, which vocabularies hold in lengths of 16 to 64."""
+    pick, left = random.Random(0), int(megabytes * 1e6)
+    with path.open("w", encoding="ascii") as file:
+        while left > 0:
+            signs = pick.choices("=-*# ", k=pick.randint(4, 28))
+            line = json.dumps({"text": f"row {left} " + "".join(sign * 64 for sign in signs)}) + "\n"
+            left -= file.write(line)
+
+
+def memory(gigabytes: float, threads: int, chats: Path, form: str, tokenizer: Path, folder: Path) -> tuple[int, int]:
     """Peak bytes of anonymous memory while so many gigabytes are prepared (in a process of its own), and rows."""
     program = f"""
 import json, sys
@@ -93,6 +107,7 @@ from _chats import request
 from pathlib import Path
 from rft import _native
 spec = request(Path(sys.argv[1]), Path(sys.argv[2]), threads=int(sys.argv[5]))
+spec["sources"][0]["format"] = sys.argv[6]
 spec["sources"] *= int(sys.argv[4])
 peak = 0
 def look(*_):
@@ -105,7 +120,8 @@ print(json.dumps([peak, counts["read"]]))
     times = max(1, round(gigabytes * 1e9 / chats.stat().st_size))
     target = folder / "large"
     shutil.rmtree(target, ignore_errors=True)
-    command = [sys.executable, "-P", "-c", program, str(chats), str(tokenizer), str(target), str(times), str(threads)]
+    arguments = [str(chats), str(tokenizer), str(target), str(times), str(threads), form]
+    command = [sys.executable, "-P", "-c", program, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     shutil.rmtree(target)
     peak, rows = json.loads(done.stdout.splitlines()[-1])
@@ -119,16 +135,23 @@ def main() -> int:
     parser.add_argument("--peer-python", default=sys.executable, help="interpreter with datasets and trl")
     parser.add_argument("--peer-repeats", type=int, default=3)
     parser.add_argument("--memory-gb", type=float, nargs="*", default=[], help="only measure memory, at these sizes")
+    parser.add_argument("--memory-input", choices=("chats", "rows"), default="chats")
+    parser.add_argument("--threads", type=int, nargs="*", default=[1, 2], help="of the memory runs")
+    parser.add_argument("--folder", type=Path, help="where the files go for the while (default: the system's)")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
         chats = folder / "chats.jsonl"
-        megabytes = write_chats(chats, args.megabytes, args.chats) / 1e6
+        if args.memory_gb and args.memory_input == "rows":
+            write_rows(chats, args.megabytes)
+        else:
+            megabytes = write_chats(chats, args.megabytes, args.chats) / 1e6
         if args.memory_gb:
             results = Results(args.results)
-            for threads in (1, 2):
-                case = f"prepare/memory/{threads}-threads"
-                measured = [memory(size, threads, chats, args.tokenizer, folder) for size in args.memory_gb]
+            form = "text" if args.memory_input == "rows" else "messages"
+            for threads in args.threads:
+                case = f"prepare/memory/{args.memory_input}/{threads}-threads"
+                measured = [memory(size, threads, chats, form, args.tokenizer, folder) for size in args.memory_gb]
                 for size, (peak, rows) in zip(args.memory_gb, measured, strict=True):
                     results.add(f"{case}/{size:g}-gb", "rft", "peak_mib", peak / 2**20)
                     results.add(f"{case}/{size:g}-gb", "rft", "rows", rows)

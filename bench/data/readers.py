@@ -11,7 +11,6 @@ import csv
 import gzip
 import io
 import json
-import random
 import statistics
 import sys
 import tarfile
@@ -25,7 +24,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from _chats import own_lines
+
 from results import Results
 from rft import _native
 from rft.data.prepare import FORMAT_VERSION
@@ -38,26 +39,14 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 SEPARATE = {"separators": (",", ":"), "ensure_ascii": False}
 
 
-def words() -> list[str]:
-    """50,000 words with the lengths and repeats of a language: short ones are common."""
-    pick = random.Random(1)
-    letters = "etaoinshrdlucmfwypvbgkjqxz"
-    return ["".join(pick.choices(letters, range(26, 0, -1), k=min(2 + n // 800, 14))) for n in range(50_000)]
-
-
 def chats(size: int) -> list[dict[str, Any]]:
-    """Chats with `size` bytes of text in all, of very different lengths."""
-    pick, vocabulary, rows, done = random.Random(2), words(), [], 0
-    weights = [1 / (n + 3) for n in range(len(vocabulary))]
-    stock = pick.choices(vocabulary, weights, k=1_000_000)
-    while done < size:
-        messages = []
-        for turn in range(2 * pick.randint(1, 4)):
-            start, length = pick.randrange(len(stock) - 400), int(pick.lognormvariate(3.6, 0.9)) + 1
-            text = " ".join(stock[start : start + min(length, 400)]) + pick.choice((".", '."', "?\n\n", " é 日本."))
-            messages.append({"role": "assistant" if turn % 2 else "user", "content": text})
-            done += len(text.encode())
-        rows.append({"messages": messages})
+    """Chats of docstrings and sources with `size` bytes of text in all: what packing and tokenising cost depends on the text."""
+    rows, done = [], 0
+    for line in own_lines():
+        rows.append(json.loads(line))
+        done += sum(len(message["content"].encode()) for message in rows[-1]["messages"])
+        if done >= size:
+            break
     return rows
 
 

@@ -69,10 +69,10 @@ def exact(templates: list[Path], results: Results) -> None:
         try:
             native = _native.Template(source, SPECIAL)
         except _native.NativeError as error:
-            found["differs"] += 2 * len(CONVERSATIONS)
+            found["differs"] += 2 * len(PROBES)
             print(f"  {path.name}: {error}")
             continue
-        for name, conversation in CONVERSATIONS.items():
+        for name, conversation in PROBES.items():
             for prompt in (False, True):
                 verdict = compare(native, source, conversation, prompt)
                 found[verdict] += 1
@@ -112,9 +112,6 @@ def by_transformers(
     except Exception:  # templates raise anything
         return None
     return texts[0], [tuple(span) for span in spans[0]]
-
-
-CONVERSATIONS = PROBES
 
 
 # ---- masks, by an oracle that knows nothing of how they are found

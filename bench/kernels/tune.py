@@ -12,7 +12,18 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from rft.kernels import cross_entropy, linear_cross_entropy, logit_blocks, lora, rms_norm, rope, swiglu
+from rft.kernels import (
+    adamw,
+    cross_entropy,
+    fp8,
+    linear_cross_entropy,
+    logit_blocks,
+    lora,
+    lora_swiglu,
+    rms_norm,
+    rope,
+    swiglu,
+)
 from rft.kernels.linear_cross_entropy import Chunks
 from timing import event_times, graph_times, passes, randn
 
@@ -165,6 +176,53 @@ def swiglu_blocks() -> None:
                     )
 
 
+def lora_swiglu_tiles() -> None:
+    """Against the passes that it takes the place of: branches added by products of their own, then the activation, then quantisation."""
+    T, N, r = 8192, 14336, 16
+    gate, up, grad = randn(T, N), randn(T, N), randn(T, N)
+    g, u, d = (lora_swiglu.LowRank(randn(T, r), randn(N, r)) for _ in range(3))
+
+    def timed(what: str, call: Callable[[], object]) -> None:
+        attempt(f"lora_swiglu {T}x{N} r{r} {what}", lambda: graph_times(call, repeats=8, inner=2))
+
+    def added(x: torch.Tensor, branch: lora_swiglu.LowRank) -> None:
+        x.addmm_(branch.left, branch.right.t())
+
+    timed("one branch added by a product", lambda: added(gate, g))
+    timed("activation", lambda: swiglu.gated_activation(gate, up))
+    timed("activation backward", lambda: swiglu.gated_activation_backward(grad, gate, up, want_output=True))
+    timed("quantise", lambda: fp8.quantise_rows(gate))
+    calls: dict[str, Callable[[], object]] = {
+        "forward": lambda: lora_swiglu.lora_gated_activation(gate, up, g, u),
+        "backward": lambda: lora_swiglu.lora_gated_activation_backward(grad, gate, up, d, g, u, want_output=True),
+    }
+    for rows, columns, warps in (
+        (64, 128, 8), (64, 128, 4), (64, 64, 4), (32, 128, 4), (32, 256, 8), (128, 64, 4), (128, 128, 8), (16, 256, 4), (64, 256, 8),
+    ):  # fmt: skip
+        with constants(lora_swiglu, BLOCK_T=rows, BLOCK_N=columns, NUM_WARPS=warps):
+            for which, call in calls.items():
+                timed(f"{rows}x{columns} warps {warps} {which}", call)
+
+
+def adamw_blocks() -> None:
+    """A billion weights in 100 tensors; the floor is 28 bytes each."""
+    tensors = [(randn(2048, 4883).float(), randn(2048, 4883)) for _ in range(100)]
+    updates = [adamw.Update(w, g, torch.zeros_like(w), torch.zeros_like(w), torch.empty_like(g), 1) for w, g in tensors]
+    given = {"lr": 1e-5, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
+    factor = torch.ones((), device="cuda")
+    for block, warps in ((1024, 4), (512, 4), (1024, 8), (2048, 8), (4096, 8)):
+        with constants(adamw, BLOCK=block, NUM_WARPS=warps):
+            attempt(
+                f"adamw 1e9 BLOCK {block} warps {warps}",
+                lambda: event_times(lambda: adamw.adamw(updates, **given, factor=factor), repeats=6, warmup=2),
+            )
+    masters = [u.weight.requires_grad_() for u in updates]
+    for master, update in zip(masters, updates, strict=True):
+        master.grad = update.gradient.float()
+    torch_s = torch.optim.AdamW(masters, lr=1e-5, fused=True)
+    attempt("adamw 1e9 torch fused, fp32 gradients, no copies", lambda: event_times(torch_s.step, repeats=6, warmup=2))
+
+
 def norm_tiles() -> None:
     for width in (2048, 4096):
         x, weight = randn(16384, width), randn(width)
@@ -247,7 +305,7 @@ def profiles() -> None:
 
 PARTS = {
     "products": products, "rows": row_kernel, "tiles": tile_kernel, "linear": linear_all, "swiglu": swiglu_blocks, "norm": norm_tiles, "rope": rope_blocks,
-    "lora": lora_blocks, "profiles": profiles,
+    "lora": lora_blocks, "lora_swiglu": lora_swiglu_tiles, "adamw": adamw_blocks, "profiles": profiles,
 }  # fmt: skip
 
 

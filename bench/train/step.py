@@ -20,13 +20,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 NEEDS = "a CUDA GPU of 80 GiB or more; liger-kernel and unsloth as peers"
 SEQ_LEN = 8192
 WARM_UP, STEPS = 3, 8
@@ -71,7 +71,9 @@ def _cases() -> Iterator[Case]:
 
 
 CASES = {c.name: c for c in _cases()}
-SYSTEMS = ("rft", "unsloth", "liger")
+SYSTEMS = ("rft", "unsloth", "liger", "transformers", "transformers-compiled")
+USUAL = ("rft", "unsloth", "liger")
+"""Systems of a run without --systems: the two that are nearest. The others are slower, and a compilation takes a minute or more."""
 ORDER = (
     "train/llama-8b/lora-bf16/doc-8192", "train/llama-8b/lora-fp8/doc-8192", "train/llama-1b/full-bf16/doc-8192",
     "train/llama-8b/lora-bf16/packed-400", "train/llama-8b/lora-fp8/packed-400", "train/llama-8b/lora-bf16/doc-8192-default-settings",
@@ -154,11 +156,12 @@ def build_rft(setting: Setting) -> tuple[Step, dict[str, Any]]:
     from rft.memory.recompute import apply_recompute
     from rft.models.attention import Needs, choose_backend, install_attention, register
     from rft.models.backbone import Backbone, decoder_layers
+    from rft.models.decoder_layer import readers_of_one_input
     from rft.models.describe import describe
     from rft.models.head import Head, auto_chunk_rows
     from rft.models.receipts import Receipts
     from rft.models.surgery import apply_swaps
-    from rft.optim import BUILDERS, clip_grad_norm
+    from rft.optim import BUILDERS, clip_factor, grad_norm
     from rft.quant.fp8 import quantise_base
     from rft.training.trainee import Trainee
 
@@ -188,19 +191,22 @@ def build_rft(setting: Setting) -> tuple[Step, dict[str, Any]]:
     trainee = Trainee(model, Backbone(model, state), head, SftLoss())
     fill_on_device(model, device)
     if case.base == "fp8":
-        done = quantise_base(layers)
+        done = quantise_base(layers, readers=readers_of_one_input)
         receipts.apply("fp8 base", done.count, done.of, "e4m3 by row")
     named = [(n, p) for n, p in trainee.named_parameters() if p.requires_grad]
     optim = AdamWConfig(name="adamw", lr=1e-5)
-    optimizer = BUILDERS[AdamWConfig](named, optim, compute_dtype=dtype if dtype != torch.float32 else None)
+    uses = Counter(id(p) for _, p in trainee.named_parameters(remove_duplicate=False))
+    optimizer = BUILDERS[AdamWConfig](
+        named, optim, compute_dtype=dtype if dtype != torch.float32 else None, kernels=True,
+        narrow_gradients=frozenset(n for n, p in named if uses[id(p)] == 1 and case.adapter == "none"),
+    )  # fmt: skip
     batch = packed(setting.lengths(), packs, config.vocab_size).to(device)
     trainee.train()
 
     def step() -> tuple[Any, int]:
         loss = trainee(batch)["next_token"] / batch.label_weight
         loss.backward()
-        clip_grad_norm(optimizer.parameters, 1.0)
-        optimizer.step()
+        optimizer.step(clip_factor(grad_norm(optimizer.parameters), 1.0))
         optimizer.zero_grad()
         return loss.detach(), batch.num_tokens
 
@@ -213,23 +219,22 @@ def planned(setting: Setting, facts: Any, rows: int) -> tuple[int, Any]:
     import torch
 
     from rft.memory import planner
+    from rft.memory.devices import rates_of
+    from rft.memory.speed import Machinery
 
     if setting.tiny:
         return 2, 2
-    total = torch.cuda.get_device_properties(0).total_memory
-    state = facts.num_parameters * 2 + facts.num_trained * 16
-    from rft.training.flops import peak_flops
-
     problem = planner.Problem(
-        facts=facts, state_bytes=state, gathered_bytes=0, seq_len=setting.seq_len, packs=32768 // setting.seq_len, memory_bytes=total,
-        kernels=True, trained_in_full=setting.case.adapter == "none", itemsize=2, chunk_rows=rows,
-        peak_flops=peak_flops(torch.cuda.get_device_name(), "bf16") or planner.DEFAULT_PEAK,
+        facts=facts, seq_len=setting.seq_len, packs=32768 // setting.seq_len, memory_bytes=torch.cuda.get_device_properties(0).total_memory,
+        kernels=True, trained_in_full=setting.case.adapter == "none", itemsize=2, base=setting.case.base, attention="fa4",
+        document_tokens=sum(n * n for n in setting.lengths()) / sum(setting.lengths()),
     )  # fmt: skip
-    chosen = planner.plan(problem).chosen
-    print(
-        f"plan: {chosen.micro_batch} packs, recompute {chosen.recompute}, {chosen.total / 2**30:.1f} GiB: {chosen.bytes}"
+    made = planner.plan(
+        problem, planner.Given(chunk_rows=rows, tiled_mlp=1), Machinery(rates_of(torch.cuda.get_device_name()))
     )
-    return chosen.micro_batch, chosen.recompute
+    chosen = made.chosen
+    print(f"plan: {chosen.plan}, {chosen.total / 2**30:.1f} GiB: {chosen.sizes.allocated}")
+    return chosen.plan.micro_batch, chosen.plan.recompute
 
 
 def fill_on_device(model: Any, device: Any) -> None:
@@ -288,13 +293,23 @@ def packed(lengths: list[int], packs: int, vocabulary: int) -> Any:
 
 def build_liger(setting: Setting) -> tuple[Step, dict[str, Any]]:
     """transformers + Liger's kernels (+ PEFT), torch's fused AdamW."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
     if not setting.tiny:
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
         apply_liger_kernel_to_llama()
+    return build_transformers(setting)
+
+
+def build_compiled(setting: Setting) -> tuple[Step, dict[str, Any]]:
+    """transformers (+ PEFT), each decoder layer under torch.compile."""
+    return build_transformers(setting, compiled=not setting.tiny)
+
+
+def build_transformers(setting: Setting, *, compiled: bool = False) -> tuple[Step, dict[str, Any]]:
+    """transformers (+ PEFT) as they are, torch's fused AdamW."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
     case, device = setting.case, torch.device(setting.device)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
@@ -311,6 +326,10 @@ def build_liger(setting: Setting) -> tuple[Step, dict[str, Any]]:
         if case.adapter == "lora":
             model.enable_input_require_grads()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if compiled:
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        for layer in base.model.layers:
+            layer.compile()
     return peer_step(setting, model, device), {"recompute": "full" if case.defaults else "none"}
 
 
@@ -381,7 +400,10 @@ def peer_step(setting: Setting, model: Any, device: Any) -> Step:
     return step
 
 
-BUILDERS = {"rft": build_rft, "liger": build_liger, "unsloth": build_unsloth}
+BUILDERS = {
+    "rft": build_rft, "liger": build_liger, "unsloth": build_unsloth, "transformers": build_transformers,
+    "transformers-compiled": build_compiled,
+}  # fmt: skip
 
 # ---- a child measures one system
 
@@ -394,22 +416,38 @@ def measure(setting: Setting, system: str, profile: bool) -> dict[str, Any]:
     step, facts = BUILDERS[system](setting)
     losses = [float(step()[0]) for _ in range(1 if setting.tiny else WARM_UP)]
     ready = time.perf_counter() - began
-    wait = torch.cuda.synchronize if setting.device == "cuda" else (lambda: None)
     if setting.device == "cuda":
+        torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-    rates = []
-    for _ in range(2 if setting.tiny else STEPS):
-        wait()
-        start = time.perf_counter()
-        loss, tokens = step()
-        wait()
-        rates.append(tokens / (time.perf_counter() - start))
+    rates, loss = timed(step, setting)
     losses.append(float(loss))
     gib = torch.cuda.max_memory_allocated() / 2**30 if setting.device == "cuda" else 0.0
-    found = {"rates": rates, "gib": gib, "losses": losses, "facts": facts, "ready_seconds": ready, "tokens": tokens}
+    found = {"rates": rates, "gib": gib, "losses": losses, "facts": facts, "ready_seconds": ready}
     if profile:
         found["profile"] = profile_step(step, setting.device)
     return found
+
+
+def timed(step: Step, setting: Setting) -> tuple[list[float], Any]:
+    """(tokens/s of each step, the last loss). Steps follow one another as in training: the device's clock stands between them, and the
+    host waits at the end only."""
+    import torch
+
+    if setting.device != "cuda":
+        rates = []
+        for _ in range(2):
+            start = time.perf_counter()
+            loss, tokens = step()
+            rates.append(tokens / (time.perf_counter() - start))
+        return rates, loss
+    clocks, counts = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS + 1)], []
+    clocks[0].record()
+    for clock in clocks[1:]:
+        loss, tokens = step()
+        counts.append(tokens)
+        clock.record()
+    torch.cuda.synchronize()
+    return [n / (a.elapsed_time(b) / 1e3) for n, a, b in zip(counts, clocks, clocks[1:], strict=False)], loss
 
 
 KINDS = (  # the first that a kernel's name holds
@@ -510,12 +548,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, help="append result lines here")
     parser.add_argument("--cases", nargs="*", help="whole names, or ends of them: lora-bf16/doc-8192")
-    parser.add_argument("--systems", nargs="*", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--systems", nargs="*", choices=SYSTEMS, default=list(USUAL))
     parser.add_argument("--attention", default="auto", help="force rft's attention")
     parser.add_argument("--profile", action="store_true", help="milliseconds by kind of kernel, of rft and the peers")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes on the CPU: does every line run")
     parser.add_argument("--seconds", type=float, default=3600, help="limit for all of it")
     parser.add_argument("--part-seconds", type=float, default=150, help="limit for one case of one system")
+    parser.add_argument(
+        "--page", action="store_true", help="rewrite the section of docs/performance.md from stored results"
+    )
     parser.add_argument("--verbose", action="store_true", help="show what the processes print")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
@@ -524,6 +565,10 @@ def main() -> int:
         setting = Setting(CASES[args.child[0]], args.tiny, args.attention)
         args.answer.write_text(json.dumps(measure(setting, args.child[1], args.profile)))
         return 0
+    if args.page:
+        from _step_page import write_page
+
+        return write_page()
     import torch  # so that the result lines name the GPU  # noqa: F401
 
     from results import Results

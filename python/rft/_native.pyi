@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -193,7 +192,8 @@ class Stream:
     def num_steps(self) -> int: ...
     def submit(self, slot: int, ids: int, labels: int, positions: int, cu_seqlens: int, weights: int | None) -> None:
         """Hand over a slot by the addresses of its buffers; the thread fills the next micro-batch into it."""
-    def take(self) -> dict[str, Any] | None:
-        """The next micro-batch, in order: slot, step, last (of its step), tokens (T), documents, max_length, num_tokens,
-        num_label_tokens, label_weight, num_packs, pack_tokens (real tokens of each pack), lengths (of all documents, fill-up included). None at the end. Raises what the thread met."""
+    def take(self) -> tuple[int, bool, int, tuple[int, ...], tuple[int, ...], int, int, float] | None:
+        """The next micro-batch, in order: slot, last (of its step), tokens (T), lengths (of all documents, fill-up included),
+        pack_tokens (real tokens of each pack), num_tokens, num_label_tokens, label_weight. None at the end. Raises what the
+        thread met."""
     def close(self) -> None: ...

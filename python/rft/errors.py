@@ -88,6 +88,12 @@ def _rebuild_stopped(where: str, problem: str, wanted: str, do: str, exit_code: 
     return Stopped(where, problem, wanted=wanted, do=do, exit_code=exit_code)
 
 
+def system_reason(error: OSError) -> str:
+    """What the system says, as a part of a sentence: `no space left on device`."""
+    text = error.strerror or str(error)
+    return text[:1].lower() + text[1:]
+
+
 _MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENFILE, errno.EMFILE, errno.ENOMEM)
 """What the machine lacks at the moment; any other refusal of the system is about the place that the user chose."""
 
@@ -97,8 +103,7 @@ def unusable_folder(key: str, folder: Path, error: OSError) -> RftError:
 
     ConfigError (exit 2), but where the machine failed: a full or broken disk (exit 1).
     """
-    reason = error.strerror or str(error)
-    reason = reason[:1].lower() + reason[1:]
+    reason = system_reason(error)
     if error.errno in _MACHINE:
         problem = reason if reason.startswith("the disk is full") else f"cannot be written: {reason}"
         return RftError(str(folder), problem, do=f"free some space, or set {key} to another place")

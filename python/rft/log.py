@@ -20,8 +20,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from rft.errors import RftError
+from rft.errors import RftError, system_reason
 from rft.ranks import plain_number
+from rft.visible import visible
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -109,7 +110,7 @@ def stopped(text: str) -> None:
 def _block(label: str, text: str) -> None:
     _write_run_log(label, text)
     stream = _err()
-    _write(stream, _layout(label, mask(text), stream, width=len(label) + 2))
+    _write(stream, _layout(label, _safe(text), stream, width=len(label) + 2))
 
 
 def record(label: str, text: str) -> None:
@@ -123,7 +124,7 @@ def trace(error: BaseException) -> None:
 
     text = "".join(traceback.format_exception(error)).rstrip()
     _write_run_log("traceback", text)
-    _write(_err(), mask(text) + "\n")
+    _write(_err(), _safe(text) + "\n")
 
 
 def _emit(label: str, text: str, *, at: int, all_ranks: bool) -> None:
@@ -134,7 +135,7 @@ def _emit(label: str, text: str, *, at: int, all_ranks: bool) -> None:
     _write_run_log(label, text)
     if _state.verbosity < at:
         return
-    text = mask(text)
+    text = _safe(text)
     if _state.console is not None:  # a live view may be up: only its console can print above it
         stream = _state.console_file or _out()
         _state.console.out(_layout(label, text, stream).rstrip("\n"), highlight=False)
@@ -144,8 +145,11 @@ def _emit(label: str, text: str, *, at: int, all_ranks: bool) -> None:
 
 
 def _layout(label: str, text: str, stream: TextIO, *, width: int = LABEL_WIDTH) -> str:
-    """The label's column and the text behind it, its further lines indented; wrapped only on a terminal."""
-    lines = text.split("\n")
+    """The label's column and the text behind it, its further lines indented; wrapped only on a terminal.
+
+    Names of files and words from data pass here, and must not be able to drive the terminal.
+    """
+    lines = visible(text).split("\n")
     if is_terminal(stream):
         columns = max(40, os.get_terminal_size(stream.fileno()).columns)
         indent = width if label else 0
@@ -168,6 +172,11 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         _state.verbosity = before
+
+
+def _safe(text: str) -> str:
+    """A line of ours without secrets, and without what a terminal would obey: rows, names of files and exceptions of libraries hold anything."""
+    return visible(mask(text))
 
 
 # ---- streams
@@ -215,7 +224,9 @@ def output(text: str) -> None:
     except OSError as error:
         discard(stream)
         raise RftError(
-            "stdout", f"cannot be written: {reason(error)}", do="send it to another file, or free some space there"
+            "stdout",
+            f"cannot be written: {system_reason(error)}",
+            do="send it to another file, or free some space there",
         ) from None
 
 
@@ -256,18 +267,12 @@ def _write(stream: TextIO, text: str) -> None:
     except OSError as error:
         discard(stream)
         if stream is not _err():
-            warn(f"stdout cannot be written ({reason(error)}): nothing more is shown there")
+            warn(f"stdout cannot be written ({system_reason(error)}): nothing more is shown there")
 
 
 def _encodable(text: str, stream: TextIO) -> str:
     encoding = stream.encoding or "ascii"
     return text.encode(encoding, "replace").decode(encoding)
-
-
-def reason(error: OSError) -> str:
-    """What the system says, as a part of a sentence: `no space left on device`."""
-    text = error.strerror or str(error)
-    return text[:1].lower() + text[1:]
 
 
 def discard(stream: TextIO) -> None:
@@ -302,7 +307,7 @@ def _write_run_log(label: str, text: str) -> None:
     if _state.run_log is not None and not _state.run_log.closed:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
         with contextlib.suppress(OSError):  # a full disk is reported by whoever saves something that matters
-            _state.run_log.write(f"{stamp} {label.ljust(LABEL_WIDTH - 1)} {mask(text)}\n")
+            _state.run_log.write(f"{stamp} {label.ljust(LABEL_WIDTH - 1)} {_safe(text)}\n")
 
 
 class _Noise:

@@ -128,6 +128,35 @@ def test_an_adapter_saved_by_peft_goes_on_training_with_equal_logits_and_its_own
         make(tmp_path / "base", LoraConfig(path=str(tmp_path / "adapter"), r=16))
 
 
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"r": -1}, "r is -1"),
+        ({"r": "16"}, "r is '16'"),
+        ({"r": True}, "r is True"),
+        ({"lora_alpha": "x"}, "lora_alpha is 'x'"),
+        ({"target_modules": 3}, "target_modules is 3"),
+        ({"target_modules": "no_such_module"}, "PEFT cannot put it on PeftModel|PEFT cannot put it on Llama"),
+        ({"target_modules": "("}, "PEFT cannot put it on"),
+        ({"lora_dropout": 7}, "lora_dropout is 7"),
+        (None, "is not JSON"),
+        ([], "is not what PEFT writes"),
+    ],
+    ids=str,
+)
+def test_an_adapter_config_that_was_changed_by_hand_is_refused_by_its_key(tmp_path, change, problem):
+    tiny_llama(tmp_path / "base")
+    model, _ = make(tmp_path / "base")
+    save_adapter(model, tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    if isinstance(change, dict):
+        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    else:
+        path.write_text("{" if change is None else "[]")
+    with pytest.raises(ModelError, match=problem):
+        make(tmp_path / "base", LoraConfig(path=str(tmp_path / "adapter")))
+
+
 def test_going_on_from_an_adapter_that_does_not_fit_or_is_pickled_is_refused(tmp_path):
     tiny_llama(tmp_path / "base")
     tiny_llama(tmp_path / "wider", hidden=128)

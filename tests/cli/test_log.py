@@ -119,3 +119,26 @@ def test_a_native_crash_still_reaches_the_user(tmp_path):
     assert "Fatal Python error: Aborted" in done.stderr
     assert "noise" not in done.stdout + done.stderr
     assert "noise" in (tmp_path / "run.log").read_text()
+
+
+def test_nothing_that_a_terminal_obeys_leaves_through_a_line_an_error_a_traceback_or_run_log(tmp_path, capsys):
+    bad = "a\x1b[31mb\x9bc\rd\u202ee\x07"
+    log.open_run_log(tmp_path / "run.log")
+    log.say("data", bad)
+    log.warn(bad, do=bad)
+    log.error(bad)
+    log.trace(ValueError(bad))
+    log.record("error", bad)
+    log.close_run_log()
+    out, err = capsys.readouterr()
+    for text in (out, err, (tmp_path / "run.log").read_text()):
+        assert not set("\x1b\x9b\r\u202e\x07") & set(text)
+    assert "a\\x1b[31mb\\x9bc\\x0dd\\u202ee\\x07" in out
+    assert err.count("a\\x1b[31mb") == 4
+
+
+def test_an_exception_of_a_library_is_shown_without_its_escapes(capsys):
+    from rft.cli import run
+
+    assert run(["train", "no\x1b[31msuch.toml"]) == 2
+    assert "\x1b" not in capsys.readouterr().err

@@ -49,6 +49,23 @@ def test_prepare_as_json_is_the_report(folder, capsys):
     assert report["train"]["plan"]["seq_len"] == 128
 
 
+def test_a_set_found_again_is_told_by_the_files_of_today(folder, capsys):
+    run(capsys, "prepare", "chat.toml")
+    (folder / "chats" / "a.jsonl").rename(folder / "chats" / "renamed.jsonl")
+    out = run(capsys, "prepare", "chat.toml")[1]
+    assert "prepared before" in out
+    assert "renamed.jsonl" in out
+    assert "a.jsonl" not in out
+
+
+def test_what_a_terminal_would_obey_in_names_and_rows_is_shown_as_numbers(folder, capsys):
+    write_rows(folder / "chats" / "\x1b[2Jb.jsonl", [{"messages": [{"role": "a\x1b]0;x\x07", "content": "x"}]}])
+    code, out, err = run(capsys, "prepare", "chat.toml")
+    assert code == 2
+    assert "\x1b" not in out + err
+    assert r"\x1b[2Jb.jsonl:1" in err
+
+
 def test_wrong_row_ends_in_one_block_with_place_and_remedy(folder, capsys):
     write_rows(folder / "chats" / "b.jsonl", [{"messages": [{"role": "asistant", "content": "x"}]}])
     code, out, err = run(capsys, "prepare", "chat.toml")

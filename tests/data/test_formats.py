@@ -84,14 +84,77 @@ def test_tokens_are_taken_as_they_are(tmp_path, files, row, trained):
         ({"input_ids": [10, 1.5]}, r"is no whole number"),
         ({"input_ids": [10, 99_999_999]}, r"99999999"),
         ({"segments": [{"text": "a", "label": 1}]}, "segments|format"),
+        ({"segments": [{"text": "a", "label": True, "train": False}]}, r'"label": true and "train": false'),
     ],
-    ids=["shifted", "short", "negative", "fraction", "beyond the vocabulary", "label is no bool"],
+    ids=[
+        "shifted",
+        "short",
+        "negative",
+        "fraction",
+        "beyond the vocabulary",
+        "label is no bool",
+        "label against train",
+    ],
 )
 def test_tokens_and_segments_that_are_wrong_are_refused_with_their_line(tmp_path, files, row, message):
     format = "tokens" if "input_ids" in row else "segments"
     with pytest.raises(RftError, match=message) as raised:
         prepare_rows(tmp_path, [row], files, format=format)
     assert "rows.jsonl:1" in raised.value.where
+
+
+def test_ids_beyond_the_vocabulary_are_a_fault_of_the_row_and_skipped_as_one(tmp_path, files):
+    rows = [{"input_ids": [10, 99_999_999]}, {"input_ids": [10, 11]}]
+    with pytest.raises(DataError, match=r"it holds the id 99999999, and the model has \d+"):
+        prepare_rows(tmp_path, rows, files, format="tokens")
+    made = prepare_rows(tmp_path, rows, files, format="tokens", on_error="skip")
+    assert (made.train.num_documents, made.report["train"]["dropped"]) == (1, {"bad row": 1})
+
+
+def test_numbers_that_json_does_not_have_matter_only_in_fields_that_are_used(tmp_path, files):
+    lines = ['{"text": "one, NaN", "score": NaN, "more": [{"a": -Infinity}, "NaN"], "z": Infinity}', '{"text": "two"}']
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    data = DataConfig(train=[SourceConfig(path=str(path))], store=str(tmp_path / "sets"))
+    made = prepare(data, files)
+    assert made.train.num_documents == 2
+    assert made.report["train"]["unused_fields"] == {"more": 1}
+    path.write_text('{"text": "one", "loss_weight": NaN}\n', encoding="utf-8")
+    with pytest.raises(DataError, match=r"NaN is in it") as raised:
+        prepare(data, files)
+    assert raised.value.where.endswith('rows.jsonl:1, field "loss_weight"')
+
+
+@pytest.mark.parametrize(
+    ("row", "field", "problem"),
+    [
+        ({"text": None}, "text", "it is null"),
+        ({"text": "a", "loss_weight": 1e-300}, "loss_weight", "is too small"),
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0.5}]}, "messages[1].weight", "neither 0"),
+        ({"messages": [{"role": "assistant", "content": "b", "weight": 0, "train": True}]}, "messages[0]", '"weight": 0'),
+    ],
+    ids=["null", "tiny weight", "weight of half", "weight against train"],
+)  # fmt: skip
+def test_values_that_mean_nothing_are_told_by_their_field(tmp_path, files, row, field, problem):
+    format = "messages" if "messages" in row else "text"
+    with pytest.raises(DataError) as raised:
+        prepare_rows(tmp_path, [row], files, format=format)
+    assert raised.value.where.endswith(f'rows.jsonl:1, field "{field}"')
+    assert problem in raised.value.problem
+
+
+def test_weight_0_of_openai_leaves_a_turn_out(tmp_path, files):
+    turns = [("a", 0), ("b", 1), ("c", None)]
+    messages = [
+        message
+        for text, weight in turns
+        for message in (
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": text} | ({} if weight is None else {"weight": weight}),
+        )
+    ]
+    made = prepare_rows(tmp_path, [{"messages": messages}], files)
+    assert [text[0] for text in trained_texts(made.train, 0, files)] == ["b", "c"]
 
 
 # ---- rows for other losses
@@ -113,6 +176,16 @@ def test_rows_of_other_losses_are_not_trained_on_as_if_all_were_right(tmp_path, 
     with pytest.raises(DataError, match="for a loss that this version does not have") as raised:
         prepare_rows(tmp_path, [row], files)
     assert "format" in raised.value.do or "convert" in raised.value.do
+
+
+def test_a_row_of_another_loss_among_others_is_bad_and_counted(tmp_path, files):
+    chats = some_chats(5)
+    pair = {**chat("a", "b"), "chosen": "x", "rejected": "y"}
+    with pytest.raises(DataError, match="preference pairs") as raised:
+        prepare_rows(tmp_path, [*chats, pair], files)
+    assert "rows.jsonl:6" in raised.value.where
+    made = prepare_rows(tmp_path, [*chats, pair], files, on_error="skip")
+    assert made.report["train"]["dropped"] == {"bad row": 1}
 
 
 def test_rows_of_other_losses_can_be_asked_for_and_what_is_ignored_is_told(tmp_path, files):
@@ -164,7 +237,7 @@ def test_tools_that_the_template_does_not_write_are_told(tmp_path, template):
     ]
     files = tiny_files(tmp_path / "tokenizer", template=template)
     made = prepare_rows(tmp_path, rows, files)
-    assert any(text.startswith("2 rows have tools that the template does not write") for text in remarks(made.report))
+    assert any(text == "tools that the template does not write: in 2 rows" for text in remarks(made.report))
     writes = tiny_files(tmp_path / "other", template="{% if tools %}{{ tools | tojson }}{% endif %}" + template)
     again = prepare_rows(tmp_path / "again", rows, writes)
     assert remarks(again.report) == []
@@ -190,7 +263,7 @@ def test_unused_fields_are_counted_by_name(tmp_path, files):
     rows = [{**chat("a", "b"), "id": 1, "source": {"deep": [1, 2]}}, {**chat("c", "d"), "id": 2}, chat("e", "f")]
     made = prepare_rows(tmp_path, rows, files)
     assert made.report["train"]["unused_fields"] == {"id": 2, "source": 1}
-    assert remarks(made.report) == ["fields of the rows that are not used: id (2 rows), source (1 rows)"]
+    assert remarks(made.report) == ["fields of the rows that are not used: id (2 rows), source (1 row)"]
 
 
 def test_roles_that_no_row_has_are_told(tmp_path, files, capsys):

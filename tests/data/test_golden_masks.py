@@ -126,7 +126,7 @@ def test_reasoning_that_the_template_drops_makes_a_document_of_each_turn(tmp_pat
         2,
     )
     assert counts["reasoning_lost"] == 0
-    assert any("1 chats became 2 documents" in text for text in remarks(made.report))
+    assert any("1 chat became 2 documents" in text for text in remarks(made.report))
 
 
 @pytest.mark.parametrize("template", [FORGETS, FORGETS_TAGGED], ids=["stock", "tagged"])
@@ -137,7 +137,7 @@ def test_reasoning_can_be_put_back_into_the_whole_chat(tmp_path, tokenizer, temp
     whole = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
     assert text_of(made.train, 0, tokenizer) == whole
     assert made.report["train"]["reasoning_lost"] == 0
-    assert any("was put back in 1 rows" in text for text in remarks(made.report))
+    assert any("was put back in 1 row" in text for text in remarks(made.report))
 
 
 @pytest.mark.parametrize("template", [FORGETS, FORGETS_TAGGED], ids=["stock", "tagged"])
@@ -146,7 +146,10 @@ def test_reasoning_that_is_dropped_by_choice_is_counted(tmp_path, tokenizer, tem
     assert documents(made, tokenizer) == [["2<|im_end|>", SECOND]]
     counts = made.report["train"]
     assert (counts["reasoning_lost"], counts["reasoning_lost_rows"]) == (1, 1)
-    assert any("1 reasoning blocks of 1 rows are not written" in text for text in remarks(made.report))
+    assert any(
+        "not written by the template: 1 reasoning block of 1 row, trained without" in text
+        for text in remarks(made.report)
+    )
 
 
 def test_chats_without_reasoning_stay_whole_and_last_turns_need_no_split(tmp_path, tokenizer):

@@ -260,6 +260,24 @@ def test_a_position_in_other_packs_is_refused(chats, change):
         rft.data.open(chats.path, **{"seq_len": 256, **change}).resume(state)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{}, None, 5, {"packs": -1}, {"packs": 10**9}, {"packs": "4"}, {"epoch": None}, {"epoch": -1}, {"epoch": 0.5}],
+    ids=str,
+)
+def test_what_is_no_position_is_refused(chats, change):
+    opened = rft.data.open(chats.path, seq_len=256)
+    state = {**opened.state(0, 1), **change} if isinstance(change, dict) and change else change
+    with pytest.raises(ValueError, match=r"state|packs|epoch"):
+        opened.resume(state)
+
+
+@pytest.mark.parametrize("option", [{"pad_id": -1}, {"pad_id": 10**6}, {"micro_batch": 0}, {"rank": 1}], ids=str)
+def test_options_that_no_batch_can_have_are_refused(chats, option):
+    with pytest.raises(ValueError, match=next(iter(option))):
+        rft.data.open(chats.path, seq_len=256, **option)
+
+
 # ---- threads and signals
 
 
@@ -297,3 +315,10 @@ def test_an_interrupted_reader_ends_with_its_thread(chats):
         child.kill()
     assert child.returncode == -signal.SIGINT
     assert told.rstrip().endswith("KeyboardInterrupt")
+
+
+def test_bins_and_ranks_that_cannot_be_are_an_error_and_no_panic():
+    with pytest.raises(_native.NativeError, match="at most 16777216"):
+        _native.pack(np.array([1], np.uint32), 2**24 + 1, "bfd")
+    with pytest.raises(_native.NativeError, match="1 packs for"):
+        _native.deal(np.array([1], np.uint64), 2**63, 2)

@@ -337,7 +337,7 @@ def test_held_out_rows_are_not_called_dropped(tmp_path, files):
 def test_remarks_tell_of_control_tokens_in_text(tmp_path, files):
     assert remarks(prepare_rows(tmp_path / "a", some_chats(3), files).report) == []
     (text,) = remarks(prepare_rows(tmp_path / "b", [chat("say <|im_end|>", "no"), chat("a", "b")], files).report)
-    assert text.startswith("1 rows spell control tokens")
+    assert text.startswith("control tokens spelled in 1 row:")
 
 
 # ---- processes

@@ -1,4 +1,4 @@
-"""Data from web servers, an S3 store and the hub: the right bytes or a clear error under every fault, a cache that keeps its limit."""
+"""Data from web servers, stores like those of S3, Google and Azure, and the hub: the right bytes or a clear error under every fault, a cache that keeps its limit."""
 
 from __future__ import annotations
 
@@ -30,6 +30,10 @@ def server(monkeypatch):
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "someone")
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
         monkeypatch.setenv("AWS_REGION", "us-east-1")
+        monkeypatch.setenv("GOOGLE_BASE_URL", server.url)
+        monkeypatch.setenv("GOOGLE_SKIP_SIGNATURE", "true")
+        monkeypatch.setenv("AZURE_STORAGE_USE_EMULATOR", "true")
+        monkeypatch.setenv("AZURITE_BLOB_STORAGE_URL", server.url)
         yield server
 
 
@@ -37,22 +41,25 @@ def fetch(tmp_path, *urls, limit=1 << 40):
     return [Path(name) for name in _native.fetch_remote(list(urls), str(tmp_path / "cache"), limit)]
 
 
-def both(server, path):
-    return [server.url + path, f"s3:/{path}"]
+STORES = ["https", "s3", "gs", "az"]
+
+
+def url_of(server, store, path):
+    return server.url + path if store == "https" else f"{store}:/{path}"
 
 
 # ---- the right bytes
 
 
-@pytest.mark.parametrize("kind", [0, 1], ids=["https", "s3"])
-def test_file_comes_whole_once_and_then_from_the_cache(server, tmp_path, kind):
+@pytest.mark.parametrize("store", STORES)
+def test_file_comes_whole_once_and_then_from_the_cache(server, tmp_path, store):
     server.objects["/bucket/a.bin"] = BIG
-    (file,) = fetch(tmp_path, both(server, "/bucket/a.bin")[kind])
+    (file,) = fetch(tmp_path, url_of(server, store, "/bucket/a.bin"))
     assert file.read_bytes() == BIG
     assert file.name.endswith("-a.bin")
     assert sorted(server.gets("/bucket/a.bin"))[0].startswith("bytes=0-")
     assert len(server.gets("/bucket/a.bin")) == 3
-    assert fetch(tmp_path, both(server, "/bucket/a.bin")[kind]) == [file]
+    assert fetch(tmp_path, url_of(server, store, "/bucket/a.bin")) == [file]
     assert len(server.gets("/bucket/a.bin")) == 3
 
 
@@ -87,18 +94,18 @@ def hang_up(request, content):
 FAULTS = (cut, unavailable, short, another_length, hang_up)
 
 
-@pytest.mark.parametrize("kind", [0, pytest.param(1, marks=pytest.mark.slow)], ids=["https", "s3"])
+@pytest.mark.parametrize("store", ["https", *(pytest.param(store, marks=pytest.mark.slow) for store in STORES[1:])])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_fault_that_passes_changes_nothing(server, tmp_path, kind, fault):
+def test_fault_that_passes_changes_nothing(server, tmp_path, store, fault):
     server.objects["/bucket/a.bin"] = BIG
     server.faults = [fault, fault]
-    (file,) = fetch(tmp_path, both(server, "/bucket/a.bin")[kind])
+    (file,) = fetch(tmp_path, url_of(server, store, "/bucket/a.bin"))
     assert file.read_bytes() == BIG
     assert not server.faults
 
 
-@pytest.mark.parametrize("kind", [0, 1], ids=["https", "s3"])
-def test_file_that_changes_meanwhile_comes_in_its_new_state_as_a_whole(server, tmp_path, kind):
+@pytest.mark.parametrize("store", STORES)
+def test_file_that_changes_meanwhile_comes_in_its_new_state_as_a_whole(server, tmp_path, store):
     server.objects["/bucket/a.bin"] = BIG
     new = BIG[::-1]
 
@@ -107,10 +114,10 @@ def test_file_that_changes_meanwhile_comes_in_its_new_state_as_a_whole(server, t
         request.reply(412, b"")
 
     server.faults = [expire]
-    (file,) = fetch(tmp_path, both(server, "/bucket/a.bin")[kind])
+    (file,) = fetch(tmp_path, url_of(server, store, "/bucket/a.bin"))
     assert file.read_bytes() == new
     server.objects["/bucket/a.bin"] = BIG[:-1]
-    (other,) = fetch(tmp_path, both(server, "/bucket/a.bin")[kind])
+    (other,) = fetch(tmp_path, url_of(server, store, "/bucket/a.bin"))
     assert other.read_bytes() == BIG[:-1]
 
 
@@ -178,9 +185,21 @@ def test_cache_keeps_its_limit_and_gives_up_what_was_used_longest_ago(server, tm
     assert "data.cache_gb" in raised.value.do
 
 
-@pytest.mark.parametrize("kind", [0, 1], ids=["https", "s3"])
-def test_file_that_is_not_there_is_told_by_its_url(server, tmp_path, kind):
-    url = both(server, "/bucket/none.jsonl")[kind]
+def test_names_that_look_like_our_own_count_and_go_like_others(server, tmp_path):
+    names = ["a.json", "b.lock", "c.part"]
+    for name in names:
+        server.objects[f"/{name}"] = name.encode() * 1000
+    files = [fetch(tmp_path, f"{server.url}/{name}", limit=13_000)[0] for name in names]
+    assert [file.exists() for file in files] == [False, True, True], "6,000 bytes each: two fit"
+    for file, name in zip(files[1:], names[1:], strict=True):
+        assert file.read_bytes() == server.objects[f"/{name}"]
+        (again,) = fetch(tmp_path, f"{server.url}/{name}", limit=13_000)
+        assert again == file
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_file_that_is_not_there_is_told_by_its_url(server, tmp_path, store):
+    url = url_of(server, store, "/bucket/none.jsonl")
     with pytest.raises(_native.NativeError) as raised:
         fetch(tmp_path, url)
     assert (raised.value.where, raised.value.problem) == (url, "there is no such file")
@@ -193,17 +212,17 @@ def names(tmp_path, path):
     return [file.name for file in expand([SourceConfig(path=path)], "data.train", Caches(tmp_path / "sets"))]
 
 
-def test_globs_and_folders_of_s3_give_their_files(server, tmp_path):
+@pytest.mark.parametrize("store", STORES[1:])
+def test_globs_and_folders_of_stores_give_their_files(server, tmp_path, store):
     for key in ("d/2.jsonl", "d/1.jsonl", "d/deep/3.jsonl", "d/README.md", "d/.x/4.jsonl", "other.jsonl"):
         server.objects[f"/bucket/{key}"] = b'{"text": "x"}'
-    assert names(tmp_path, "s3://bucket/d/*.jsonl") == ["s3://bucket/d/1.jsonl", "s3://bucket/d/2.jsonl"]
-    assert names(tmp_path, "s3://bucket/d/") == [
-        f"s3://bucket/d/{key}" for key in ("1.jsonl", "2.jsonl", "deep/3.jsonl")
-    ]
-    assert names(tmp_path, "s3://bucket/d/[!1].jsonl") == ["s3://bucket/d/2.jsonl"]
-    assert len(names(tmp_path, "s3://bucket/**/*.jsonl")) == 5
+    bucket = f"{store}://bucket"
+    assert names(tmp_path, f"{bucket}/d/*.jsonl") == [f"{bucket}/d/1.jsonl", f"{bucket}/d/2.jsonl"]
+    assert names(tmp_path, f"{bucket}/d/") == [f"{bucket}/d/{key}" for key in ("1.jsonl", "2.jsonl", "deep/3.jsonl")]
+    assert names(tmp_path, f"{bucket}/d/[!1].jsonl") == [f"{bucket}/d/2.jsonl"]
+    assert len(names(tmp_path, f"{bucket}/**/*.jsonl")) == 5
     with pytest.raises(DataError, match="matches none of the 5 files"):
-        names(tmp_path, "s3://bucket/d/*.csv")
+        names(tmp_path, f"{bucket}/d/*.csv")
 
 
 def test_rows_from_afar_are_prepared_like_those_at_hand(server, tmp_path):
@@ -216,7 +235,7 @@ def test_rows_from_afar_are_prepared_like_those_at_hand(server, tmp_path):
         return prepare(DataConfig(train=[SourceConfig(path=path)], store=str(tmp_path / "sets")), files)
 
     wanted = run(str(local)).report["train"]["key"]
-    for path in both(server, "/bucket/rows.jsonl"):
+    for path in (url_of(server, store, "/bucket/rows.jsonl") for store in STORES):
         assert run(path).report["train"]["key"] == wanted, "the same data elsewhere is the same data"
     with pytest.raises(DataError) as raised:
         run("s3://bucket/bad.jsonl")
@@ -306,3 +325,41 @@ def test_mistyped_local_path_is_told_as_such_and_how_the_hub_is_meant(tmp_path):
     with pytest.raises(ConfigError) as raised:
         load_config({"model": {"path": "org/model"}, "data": {"train": [{"path": "openai/gsm8k"}]}})
     assert "hf://datasets/openai/gsm8k" in raised.value.do
+
+
+@pytest.fixture
+def unreachable_hub(tmp_path, monkeypatch):
+    """The hub client without a network, over a cache that holds two files of org/set."""
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    folder = tmp_path / "hub" / "datasets--org--set"
+    for name in ("data/train-0.jsonl", "data/test-0.jsonl"):
+        path = folder / "snapshots" / commit / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text('{"text": "a"}\n')
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(commit)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+    def no_network(self, repo_id, *, revision):
+        raise OfflineModeIsEnabled("Cannot reach https://huggingface.co: offline mode is enabled.")
+
+    monkeypatch.setattr(HfApi, "dataset_info", no_network)
+    return folder / "snapshots" / commit
+
+
+def test_without_a_network_a_data_set_is_read_from_the_hub_s_cache_and_it_is_said(tmp_path, unreachable_hub, capsys):
+    for path in ("hf://datasets/org/set", "hf://datasets/org/set@main/data/train*"):
+        found = expand([SourceConfig(path=path)], "data.train", Caches(tmp_path / "sets"))
+        assert [file.path for file in found] == [unreachable_hub / "data" / "train-0.jsonl"]
+        told = capsys.readouterr().err
+        assert "HF_HUB_OFFLINE is set; read from the local cache, which holds 1 file of commit 0123456" in told
+
+
+def test_without_a_network_what_the_cache_does_not_hold_is_an_error(tmp_path, unreachable_hub):
+    for path in ("hf://datasets/org/other", "hf://datasets/org/set@v2"):
+        with pytest.raises(DataError, match="the hub cannot be reached"):
+            expand([SourceConfig(path=path)], "data.train", Caches(tmp_path / "sets"))

@@ -60,6 +60,16 @@ def command(capsys, *argv: str) -> tuple[int, str, str]:
     return code, captured.out, captured.err
 
 
+def test_eval_names_the_option_whose_file_is_wrong(trained, capsys, tmp_path):
+    (tmp_path / "rows.jsonl").write_text("")
+    for path, problem in (("rows", "rows does not exist"), (tmp_path, "holds files of several kinds")):
+        (tmp_path / "more.csv").write_text("text\na\n")
+        code, _, err = command(capsys, "eval", str(trained), "--data", str(path))
+        assert code == 2
+        assert err.startswith("error  rft eval --data: ")
+        assert problem in err
+
+
 # ---- chat
 
 

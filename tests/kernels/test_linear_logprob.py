@@ -9,10 +9,10 @@ DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 M, H, V = 11, 24, 2100
 
 
-def make(device, dtype=torch.float32):
-    hidden = torch.randn(M, H, device=device).to(dtype)
+def make(device, dtype=torch.float32, rows=M):
+    hidden = torch.randn(rows, H, device=device).to(dtype)
     weight = (torch.randn(V, H, device=device) * 0.5).to(dtype)
-    labels = torch.randint(V, (M,), device=device)
+    labels = torch.randint(V, (rows,), device=device)
     labels[3] = -100
     return hidden, weight, labels, torch.randn(V, device=device).to(dtype)
 
@@ -43,8 +43,10 @@ def test_log_probability_lse_entropy_and_every_gradient_match_the_reference(
 ):
     monkeypatch.setattr(module, "FORWARD_ROWS", 4)
     monkeypatch.setattr(module, "FORWARD_COLUMNS", 1024)
-    inputs = make(device, dtype)
-    upstream = torch.rand(3, M, device=device)
+    # a row's entropy hangs on the roundings of its few largest logits: in bf16, where rounding errors are compared, many rows
+    rows = M if dtype == torch.float32 else 1001
+    inputs = make(device, dtype, rows)
+    upstream = torch.rand(3, rows, device=device)
     truth = run(
         linear_logprob_reference,
         *(t.float() if t.is_floating_point() else t for t in inputs),

@@ -75,10 +75,12 @@ def eager(x, linears):
 def compare(ours, plain, reference, x, linears):
     truth = run(reference, x.float(), as_fp32(linears))
     for g, p, t in zip(run(ours, x, linears), run(plain, x, linears), truth, strict=True):
-        if g.dtype == p.dtype:
-            assert_no_worse(g, p, t)
-        else:
-            assert_close_fp32(g.float(), t, 2e-2)
+        assert_no_worse(g, p, t)
+
+
+def enough(dtype, *small):
+    """Sizes in bf16, where two rounding errors are compared: with some hundred roundings, luck makes one 1.5 times the other."""
+    return small if dtype == torch.float32 else tuple(16 * n for n in small)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -88,8 +90,11 @@ def compare(ours, plain, reference, x, linears):
     ids=["single", "qkv", "two adapters beside none", "no adapter", "rank above 32"],
 )
 def test_outputs_and_gradients_match_the_reference(device, shapes, dtype):
-    linears = [linear(device, dtype, n, 64, *ranks, bias=i % 2 == 0) for i, (n, *ranks) in enumerate(shapes)]
-    x = torch.randn(2, 9, 64, device=device).to(dtype)
+    (rows, columns), factor = enough(dtype, 9, 64), enough(dtype, 1)[0]
+    linears = [
+        linear(device, dtype, n * factor, columns, *ranks, bias=i % 2 == 0) for i, (n, *ranks) in enumerate(shapes)
+    ]
+    x = torch.randn(2, rows, columns, device=device).to(dtype)
     compare(lora_linears, eager, lora_linears_reference, x, linears)
 
 
@@ -97,9 +102,10 @@ def test_outputs_and_gradients_match_the_reference(device, shapes, dtype):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("ranks", [(4, 4, 4), (4, 4, 0), (0, 0, 4), (0, 0, 0)], ids=str)
 def test_the_gated_mlp_and_its_gradients_match_the_reference(device, ranks, activation, dtype):
-    sizes = ((96, 32), (96, 32), (32, 96))
+    rows, width, inner = enough(dtype, 11, 32, 96)
+    sizes = ((inner, width), (inner, width), (width, inner))
     linears = [linear(device, dtype, n, k, *([r] if r else [])) for (n, k), r in zip(sizes, ranks, strict=True)]
-    x = torch.randn(11, 32, device=device).to(dtype)
+    x = torch.randn(rows, width, device=device).to(dtype)
 
     def plain(x, linears):
         g, u = eager(x, linears[:2])
@@ -186,20 +192,25 @@ def test_an_fp8_linear_is_the_linear_of_its_quantised_numbers_and_its_branch_see
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     each = linear(device, dtype, 32, 64, 4)
     quantised = FrozenLinear(fp8.quantise_weight(each.weight), None, each.branches)
-    x = torch.randn(48, 64, device=device).to(dtype)
-    y, dx, dA, dB = run(lora_linears, x, [quantised])
-    q, scale = fp8.quantise_rows(x)
-    branch = each.branches[0]
-    delta = branch.scale * (x.float() @ branch.A.detach().float().t()) @ branch.B.detach().float().t()
-    exact = (q.float() * scale) @ quantised.weight.dequantised().t() + delta
-    allowed = 1e-5 if dtype == torch.float32 else 1e-2
-    assert_close_fp32(y.float(), exact, allowed)
-    plain = run(lora_linears, x, [each])
-    for got, wanted in zip((y, dx), plain[:2], strict=True):
+    x = torch.randn(1024, 64, device=device).to(dtype)
+
+    def formula(x, linears):
+        """In the type of x, from the same e4m3 numbers: what the input is rounded to has the gradient of the input."""
+        (linear,) = linears
+        rows = fp8.quantise_rows_reference(x.detach())
+        seen = x + ((rows.q.float() * rows.scale).to(x.dtype) - x).detach()
+        (branch,) = linear.branches
+        low_rank = (x @ branch.A.t() @ branch.B.t()) * branch.scale
+        return (seen @ linear.weight.dequantised().to(x.dtype).t() + low_rank,)
+
+    ours, plain = run(lora_linears, x, [quantised]), run(formula, x, [quantised])
+    truth = run(formula, x.float(), as_fp32([quantised]))
+    unquantised = run(lora_linears, x, [each])
+    for index in (0, 2, 3):  # the output and the gradients of A and B; dx goes through a rounded dy
+        assert_no_worse(ours[index], plain[index], truth[index])
+    for got, wanted in zip(ours[:2], unquantised[:2], strict=True):
         error = float((got.float() - wanted.float()).norm() / wanted.float().norm())
         assert 1e-3 < error < 6e-2, error  # e4m3 has three bits behind the point, and is not bf16
-    for got, wanted in zip((dA, dB), plain[2:], strict=True):
-        assert_close_fp32(got.float(), wanted.float(), allowed)
 
 
 def test_why_fp8_is_not_possible_is_said():

@@ -1,7 +1,14 @@
 import pytest
 import torch
 
-from rft.kernels.rms_norm import _add_rms_norm, _rms_norm, add_rms_norm, rms_norm, rms_norm_reference
+from rft.kernels.rms_norm import (
+    _add_rms_norm,
+    _rms_norm,
+    add_rms_norm,
+    rms_norm,
+    rms_norm_beside,
+    rms_norm_reference,
+)
 from support.close import assert_close_fp32, assert_no_worse
 
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
@@ -172,3 +179,28 @@ def test_the_host_never_waits_the_step_can_be_captured_and_repeats_are_bit_equal
     for a, b, wanted in zip(again, captured, expected, strict=True):
         assert torch.equal(a, wanted)
         assert torch.equal(b, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("used", ["both", "norm", "beside"])
+def test_beside_the_norm_the_input_goes_on_and_its_gradients_are_summed(device, used, dtype):
+    x = torch.randn(7, 300, device=device).to(dtype)
+    weight = torch.rand(300, device=device).to(dtype)
+    slopes = torch.randn(2, 7, 300, device=device).to(dtype)
+
+    def run(kind, function):
+        leaves = [t.to(kind, copy=True).requires_grad_() for t in (x, weight)]
+        y, same, *_ = function(*leaves)
+        wanted = {"both": (0, 1), "norm": (0,), "beside": (1,)}[used]
+        torch.autograd.backward([(y, same)[i] for i in wanted], [slopes[i].to(kind) for i in wanted])
+        return [y.detach(), same.detach(), leaves[0].grad, *([leaves[1].grad] if used != "beside" else [])]
+
+    def plain(x, weight):
+        return rms_norm_reference(x, weight), x * 1
+
+    truth, eager = run(torch.float32, plain), run(dtype, plain)
+    for got, p, t in zip(run(dtype, rms_norm_beside), eager, truth, strict=True):
+        assert_no_worse(got, p, t)
+    y, _, rows = rms_norm_beside(x, weight, quantise=True)
+    assert torch.equal(y, rms_norm(x, weight))
+    assert rows.q.shape == (7, 300)

@@ -1,22 +1,21 @@
-"""The byte model against what autograd keeps, and the choices that follow from it."""
+"""The choices that follow from the byte and time models: what is fastest among what fits, and what is said about it."""
 
 from __future__ import annotations
 
 import dataclasses
 
 import pytest
-import torch
 
 from rft.config.root import Config
 from rft.memory import planner
-from rft.memory.planner import GIB, Problem, bytes_of, layer_bytes, plan, seconds_of
-from rft.models.attention import DocumentMask, Documents, install_attention, register
-from rft.models.backbone import decoder_layers
-from rft.models.describe import Facts, describe
-from rft.models.receipts import Receipts
-from rft.models.surgery import apply_swaps
+from rft.memory.devices import find_gpu
+from rft.memory.plan import MemoryPlan, config_with
+from rft.memory.planner import GIB, Given, Planned, Problem
+from rft.memory.sizes import layer_bytes, sizes
+from rft.memory.speed import Machinery, seconds
+from rft.models.facts import Facts
 from rft.training.machine import Machine
-from rft.training.resolve import memory_problem, resolve, resolve_precision
+from rft.training.resolve import memory_problem, planned_for, resolve, resolve_precision
 
 LLAMA_8B = Facts(
     name="LlamaForCausalLM", model_type="llama", num_layers=32, hidden_size=4096, vocab_size=128_256, max_positions=131_072,
@@ -33,115 +32,148 @@ H200 = Machine("cuda", "NVIDIA H200", 139 * GIB, 1, True, 16)
 SMALL_GPU = Machine("cuda", "NVIDIA RTX 4090", 24 * GIB, 1, True, 16)
 
 
+MACHINERY = Machinery(find_gpu("H200").rates)
+
+
 def problem(facts: Facts = LLAMA_8B, **changes) -> Problem:
     made = Problem(
-        facts=facts, state_bytes=int(facts.weight_bytes + 16 * facts.num_trained), gathered_bytes=0, seq_len=8192, packs=4,
-        memory_bytes=139 * GIB, kernels=True, trained_in_full=False, itemsize=2, chunk_rows=4096, peak_flops=989e12,
+        facts=facts, seq_len=8192, packs=4, memory_bytes=139 * GIB, kernels=True, trained_in_full=False, itemsize=2, attention="fa4",
     )  # fmt: skip
     return dataclasses.replace(made, **changes)
 
 
-@pytest.mark.parametrize(
-    ("lora", "kernels"), [(True, True), (True, False), pytest.param(False, True, marks=pytest.mark.slow), (False, False)],
-    ids=["lora, kernels", "lora, plain", "full, kernels", "full, plain"],
-)  # fmt: skip
-def test_the_byte_model_of_a_layer_is_what_autograd_keeps(lora, kernels):
-    import transformers
-    from peft import LoraConfig, get_peft_model
+def plan(asked: Problem, **given) -> Planned:
+    return planner.plan(asked, Given(**{"tiled_mlp": 1} | given), MACHINERY)
 
-    register()
-    config = transformers.LlamaConfig(
-        vocab_size=128,
-        hidden_size=128,
-        intermediate_size=352,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=32,
-    )
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="rft", dtype=torch.float32)
-    if lora:
-        names = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and "layers" in n]
-        model = get_peft_model(model, LoraConfig(r=1, target_modules=names), autocast_adapter_dtype=False)
-    facts = describe(model)
-    if kernels:
-        apply_swaps(model, Receipts(), kernels=True)
-    install_attention(model, "sdpa")
-    (layer,) = decoder_layers(model)
-    tokens = 64
-    x = torch.randn(1, tokens, 128, requires_grad=True)
-    tables = torch.randn(2, 1, tokens, 32)
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()} | {
-        t.untyped_storage().data_ptr() for t in tables
-    }
-    kept: dict[int, int] = {}
-    held = []
 
-    def pack(tensor):
-        held.append(tensor)  # so that no address is used twice
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
+def total(asked: Problem, **plan_) -> int:
+    return sizes(asked, MemoryPlan(**plan_)).total
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        out = layer(
-            x,
-            position_embeddings=(tables[0], tables[1]),
-            attention_mask=DocumentMask(Documents.from_lengths((tokens,))),
-            use_cache=False,
-        )
-    assert out.requires_grad
-    measured = sum(size for address, size in kept.items() if address not in weights)
-    asked = problem(facts, kernels=kernels, trained_in_full=not lora, itemsize=4)
-    modelled = sum(layer_bytes(asked, tokens).values())
-    assert 0.95 * measured <= modelled <= 1.05 * measured, (measured, modelled)
+
+def time_of(asked: Problem, **plan_) -> float:
+    return seconds(asked, MemoryPlan(**plan_), MACHINERY).step
 
 
 def test_an_8b_lora_step_of_8192_tokens_is_near_what_kernels_md_counts():
-    gib = sum(bytes_of(problem(packs=1), 1, "none").values()) / GIB
-    assert 40 < gib < 50
-    assert sum(layer_bytes(problem(), 1).values()) == 2 * (4 * 4096 + 2 * 4096 + 2 * 1024 + 2 * 14_336) + 32 * 4
+    asked = problem(packs=1)
+    assert 42 < sizes(asked, MemoryPlan()).peak / GIB < 47
+    assert 15_000 < 8192 / time_of(asked) < 16_300  # the limit of targets.md
+    kept = sum(layer_bytes(problem(), 1).values())
+    assert kept == 2 * (4 * 4096 + 2 * 4096 + 2 * 1024 + 2 * 14_336) + 32 * 4
 
 
 def test_recompute_keeps_less_and_takes_longer():
     asked = problem()
-    sizes = [sum(bytes_of(asked, 4, kind).values()) for kind in ("none", 4, 3, 2, "full")]
-    times = [seconds_of(asked, 4, kind) for kind in ("none", 4, 3, 2, "full")]
-    assert sizes == sorted(sizes, reverse=True)
+    kinds = ("none", 4, 3, 2, "full")
+    bytes_ = [total(asked, micro_batch=4, recompute=kind) for kind in kinds]
+    times = [time_of(asked, micro_batch=4, recompute=kind) for kind in kinds]
+    assert bytes_ == sorted(bytes_, reverse=True)
     assert times == sorted(times)
-    assert 1.2 < times[-1] / times[0] < 1.4
+    assert 1.35 < times[-1] / times[0] < 1.45  # Unsloth 1.41, Liger 1.41 (kernels.md)
+    assert total(asked, recompute="full") < total(asked, recompute="selective") < total(asked)
+    # attention is not run twice, which is what long documents pay for
+    long = problem(seq_len=131_072, packs=1)
+    assert time_of(long, recompute="selective") < 0.92 * time_of(long, recompute="full")
+
+
+def test_offload_and_tiles_take_memory_from_the_gpu_and_count_where_it_goes():
+    asked = problem(seq_len=65_536, packs=1)
+    plain = sizes(asked, MemoryPlan(recompute="full"))
+    moved = sizes(asked, MemoryPlan(recompute="full", offload="cpu"))
+    assert moved.host == plain.allocated["activations"] - moved.allocated["activations"] > 10 * GIB
+    on_disk = sizes(asked, MemoryPlan(recompute="full", offload="disk"))
+    assert on_disk.disk == moved.host
+    assert on_disk.host < moved.host
+    tiled = sizes(asked, MemoryPlan(recompute="full", tiled_mlp=8))
+    assert tiled.peak < plain.peak - 5 * GIB
+    # copies hide behind 8B layers of 64k tokens, those to a disk of 1.1 GB/s do not
+    assert time_of(asked, recompute="full", offload="cpu") < 1.03 * time_of(asked, recompute="full")
+    assert time_of(asked, recompute="full", offload="disk") > 1.5 * time_of(asked, recompute="full")
+
+
+def test_gradients_of_one_micro_batch_stay_in_the_compute_type_but_for_the_head():
+    facts = dataclasses.replace(LLAMA_8B, num_trained=LLAMA_8B.num_parameters)
+    asked = problem(facts, trained_in_full=True)
+    head = facts.vocab_size * facts.hidden_size
+    at_once = sizes(asked, MemoryPlan(micro_batch=4)).moments["embedding"]["gradients"]
+    assert at_once == 2 * (facts.num_trained - head) + 4 * head
+    assert sizes(asked, MemoryPlan(micro_batch=1)).moments["embedding"]["gradients"] == 4 * facts.num_trained
+    largest = sizes(asked, MemoryPlan(micro_batch=4, in_backward=True)).moments["embedding"]["gradients"]
+    assert largest == 4 * head
+
+
+def test_a_quantised_base_takes_what_its_format_takes():
+    facts = dataclasses.replace(LLAMA_8B, linear_frozen=6_979_321_856, largest_linear=4096 * 14_336)
+    held = {
+        base: sizes(problem(facts, base=base), MemoryPlan(recompute="full")).allocated["weights"]
+        for base in ("bf16", "nf4", "int8")
+    }
+    left = (LLAMA_8B.num_parameters - facts.linear_frozen) * 2
+    assert held["bf16"] == 2 * LLAMA_8B.num_parameters
+    assert held["nf4"] == pytest.approx(left + facts.linear_frozen * (0.5 + 1 / 64 + 4 / 16384), rel=1e-9)
+    assert held["int8"] == pytest.approx(left + facts.linear_frozen, rel=1e-2)
+    assert time_of(problem(facts, base="nf4")) > time_of(problem(facts))
 
 
 def test_a_small_model_gets_as_many_packs_as_end_its_waiting_for_launches():
     """SmolLM2-135M, 4,096 tokens a pack: one pack at a time left an H200 at an eighth of its speed."""
-    asked = problem(SMOLLM, seq_len=4096, packs=8, chunk_rows=4096)
+    asked = problem(SMOLLM, seq_len=4096, packs=8)
     chosen = plan(asked)
-    assert chosen.chosen.micro_batch == 8
-    assert chosen.chosen.recompute == "none"
-    assert seconds_of(asked, 1, "none") > 4 * seconds_of(asked, 8, "none")
+    assert chosen.chosen.plan.micro_batch == 8
+    assert chosen.chosen.plan.recompute == "none"
+    assert time_of(asked) > 4 * time_of(asked, micro_batch=8)
     assert "GiB" in chosen.why_micro_batch()
+    assert seconds(asked, MemoryPlan(), MACHINERY).bound_by == "launches of the host"
+    # with PEFT's own modules as measured: 15,000 tok/s
+    plain = dataclasses.replace(asked, kernels=False, packs=1)
+    assert 4096 / time_of(plain) == pytest.approx(15_000, rel=0.01)
 
 
 def test_a_large_model_fills_what_there_is_and_recomputes_only_where_it_must():
     roomy = plan(problem())
     assert roomy.fits
-    assert roomy.chosen.recompute == "none"
+    assert roomy.chosen.plan.recompute == "none"
     tight = plan(problem(memory_bytes=30 * GIB))
     assert tight.fits
-    assert tight.chosen.recompute != "none"
-    assert tight.chosen.total <= 30 * GIB * 0.94
+    assert tight.chosen.plan.recompute != "none"
+    assert tight.chosen.total <= 30 * GIB
     assert "without it" in tight.why_recompute()
     hopeless = plan(problem(memory_bytes=8 * GIB))
     assert not hopeless.fits
-    assert hopeless.chosen.micro_batch == 1
-    assert hopeless.chosen.recompute == "full"
+    assert hopeless.chosen.plan.micro_batch == 1
+    assert hopeless.chosen.plan.recompute == "full"
+    assert hopeless.cheaper() is None
+
+
+def test_alternatives_and_the_next_cheaper_plan_are_told_with_their_cost():
+    planned = plan(problem())
+    first, second = planned.nearest()
+    assert "-" in first
+    assert "% slower" in first
+    assert first != second
+    cheaper = planned.cheaper()
+    assert cheaper is not None
+    assert cheaper.micro_batch == planned.chosen.plan.micro_batch
+    assert sizes(planned.problem, cheaper).total <= 0.9 * planned.chosen.total
+    assert planned.cheapest_change().startswith("set memory.recompute = ")
+    assert planned.largest()[0][0] == "activations"
 
 
 def test_what_the_user_gives_is_kept_and_micro_batches_divide_the_step():
-    assert plan(problem(micro_batch=2)).chosen.micro_batch == 2
-    assert plan(problem(recompute="full")).chosen.recompute == "full"
+    assert plan(problem(), micro_batch=2).chosen.plan.micro_batch == 2
+    assert plan(problem(), recompute="full").chosen.plan.recompute == "full"
     for packs in (6, 7):
-        assert packs % plan(problem(packs=packs, memory_bytes=60 * GIB)).chosen.micro_batch == 0
-    assert {c.recompute for c in planner.choices(problem(can_recompute=False))} == {"none"}
+        assert packs % plan(problem(packs=packs, memory_bytes=60 * GIB)).chosen.plan.micro_batch == 0
+    assert {c.plan.recompute for c in planner.choices(problem(), Given(can_recompute=False), MACHINERY)} == {"none"}
+    assert planner.divisors(36) == [1, 2, 3, 4, 6, 9, 12, 18, 36]
+
+
+def test_the_plan_lies_in_the_resolved_config():
+    made = config(memory={"recompute": 2}, loss={"chunk_rows": 512}, train={"micro_batch": 4})
+    read = MemoryPlan.of(made)
+    assert (read.recompute, read.chunk_rows, read.micro_batch) == (2, 512, 4)
+    again = config_with(made, dataclasses.replace(read, recompute="full", micro_batch=1))
+    assert MemoryPlan.of(again) == dataclasses.replace(read, recompute="full", micro_batch=1)
 
 
 # ---- through resolve
@@ -166,9 +198,9 @@ def test_auto_is_decided_on_a_gpu_with_the_bytes_as_its_reason():
     assert "GiB" in reasons["train.micro_batch"]
     assert "GiB" in reasons["memory.recompute"]
     made, _ = decide(config(data={"seq_len": 8192}), SMALL_GPU, LLAMA_8B)
-    assert made.memory.recompute == "full"
+    assert made.memory.recompute in ("selective", "full")
     limited, _ = decide(config(data={"seq_len": 8192}, memory={"limit": 24.0}), H200, LLAMA_8B)
-    assert limited.memory.recompute == "full"
+    assert limited.memory.recompute in ("selective", "full")
 
 
 @pytest.mark.parametrize(
@@ -188,8 +220,42 @@ def test_one_pack_at_a_time_where_more_would_change_the_run(tables, options, why
 def test_a_sharded_rank_holds_its_share_of_the_states():
     two = dataclasses.replace(H200, world_size=2)
     made, _ = decide(config(parallel={"data": "shard"}, adapter={"name": "none"}), two, LLAMA_8B)
-    asked = memory_problem(made, LLAMA_8B, two, kernels=True, can_recompute=True, one_pack=False)
-    alone = memory_problem(made, LLAMA_8B, H200, kernels=True, can_recompute=True, one_pack=False)
-    assert asked.state_bytes == alone.state_bytes // 2
-    assert asked.gathered_bytes > 0
-    assert asked.packs == 2
+    facts = dataclasses.replace(LLAMA_8B, num_trained=LLAMA_8B.num_parameters)
+    shared, given, machinery = memory_problem(made, facts, two, kernels=True, can_recompute=True, one_pack=False)
+    alone, *_ = memory_problem(made, facts, H200, kernels=True, can_recompute=True, one_pack=False)
+    assert (shared.packs, alone.packs, given.micro_batch) == (2, 4, made.train.micro_batch)
+    # fp32 shards are the masters, and copies exist only while a layer is gathered: 16 bytes a weight over two, against 18
+    assert (
+        sum(planner.sizes(shared, MemoryPlan()).allocated[k] for k in ("weights", "optimizer"))
+        == 12 * facts.num_parameters // 2
+    )
+    assert (
+        sum(planner.sizes(alone, MemoryPlan()).allocated[k] for k in ("weights", "optimizer"))
+        == 14 * facts.num_parameters
+    )
+    assert seconds(shared, MemoryPlan(), machinery).parts["waiting for weights"] > 0
+
+
+def test_a_run_knows_what_was_planned_for_it():
+    made, _ = decide(config(data={"seq_len": 4096}), H200, SMOLLM)
+    planned = planned_for(made, SMOLLM, H200, kernels=True, can_recompute=True, isolates=True)
+    planned = planner.again(planned, dataclasses.replace(planned.problem, label_share=0.5))
+    assert planned.chosen.plan == MemoryPlan.of(made)
+    assert planned.fits
+    assert planned.problem.label_share == 0.5
+    assert len(planned.alternatives) >= 5
+
+
+def test_a_limit_is_of_tensors_and_the_context_is_beside_it():
+    made, _ = decide(config(memory={"limit": 24.0}), H200, LLAMA_8B)
+    limited, *_ = memory_problem(made, LLAMA_8B, H200, kernels=True, can_recompute=True, one_pack=False)
+    assert (limited.memory_bytes, limited.context_bytes) == (24 * GIB, 0)
+    above, *_ = memory_problem(
+        config_with_limit(made, 500.0), LLAMA_8B, H200, kernels=True, can_recompute=True, one_pack=False
+    )
+    assert above.memory_bytes == H200.memory_bytes
+    assert above.context_bytes > 0
+
+
+def config_with_limit(made: Config, limit: float) -> Config:
+    return made.model_copy(update={"memory": made.memory.model_copy(update={"limit": limit})})

@@ -1,12 +1,23 @@
-"""Layers that are computed again give the same gradients and keep less."""
+"""Layers that are computed again, and layers whose kept tensors lie elsewhere, give the same gradients and keep less."""
 
 from __future__ import annotations
 
+import gc
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
 import pytest
 import torch
+from torch import Tensor, nn
 
-from rft.errors import Refused
+from rft.errors import Refused, TrainingError
+from rft.memory import disk
+from rft.memory.disk import DiskFile
+from rft.memory.host_pool import HostPool
+from rft.memory.offload import Offloader
 from rft.memory.recompute import apply_recompute, recomputed
+from rft.models import attention_backends
 from rft.models.attention import install_attention, register
 from rft.models.backbone import Backbone, decoder_layers
 from rft.models.head import Head
@@ -15,51 +26,233 @@ from rft.models.surgery import apply_swaps
 from support.families import build
 from support.rows import packed_batch, random_documents
 
+CPU = torch.device("cpu")
+
 
 def test_every_nth_layer_counted_from_the_first():
     assert recomputed("none", 5) == []
-    assert recomputed("full", 3) == [0, 1, 2]
+    assert recomputed("full", 3) == recomputed("selective", 3) == [0, 1, 2]
     assert recomputed(2, 5) == [0, 2, 4]
     assert recomputed(4, 3) == [0]
 
 
-def step(recompute, *, kernels: bool, family: str = "llama"):
-    """Gradients of a packed batch, bytes that autograd kept of the forward pass, and how often an MLP was run."""
+@dataclass
+class Done:
+    gradients: dict[str, Tensor]
+    loss: float
+    kept_bytes: int
+    """That autograd kept of the forward, outside the offloader."""
+    attention_calls: int
+    offloader: Offloader | None
+
+
+def step(
+    recompute, *, kernels: bool = False, family: str = "llama", backend: str = "sdpa", dropout: float = 0.0,
+    offloader: Offloader | None = None, micro_batches: int = 1, layers: int | None = None,
+) -> Done:  # fmt: skip
+    """Gradients of packed batches through a tiny model, and what was kept of it."""
     register()
+    torch.manual_seed(3)
     model = build(family, attention="rft").train()
+    if dropout:
+        from rft.adapters.lora import initialise, inject
+        from rft.config.adapter import LoraConfig
+
+        config = LoraConfig(r=4, alpha=8.0, dropout=dropout)
+        model = inject(model, config, dtype=torch.float32, base_id="", new_token_ids=[], receipts=Receipts())
+        initialise(model, config, seed=0)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(parameter, generator=torch.Generator().manual_seed(len(name)))
     if kernels:
         apply_swaps(model, Receipts(), kernels=True)
-    state = install_attention(model, "sdpa")
-    apply_recompute(list(decoder_layers(model)), recompute)
-    calls = []
-    for layer in decoder_layers(model):
-        layer.register_forward_pre_hook(lambda *_: calls.append(1))
-    batch = packed_batch(*random_documents(13, 5, 21))
+    state = install_attention(model, backend)
+    apply_recompute(list(decoder_layers(model)), recompute, offloader)
+    calls = [0]
+    original = attention_backends.BACKENDS[backend]
+
+    def counted(*args):
+        calls[0] += 1
+        return original(*args)
+
     kept: dict[int, int] = {}
 
     def pack(tensor):
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        hidden, _ = Backbone(model, state)(batch)
-    total = Head(model).loss_sums(hidden, batch.labels)["next_token"]
-    total.backward()
-    return {n: p.grad for n, p in model.named_parameters()}, sum(kept.values())
+    attention_backends.BACKENDS[backend] = counted
+    total = torch.zeros(())
+    torch.manual_seed(5)
+    try:
+        for seed in range(micro_batches):
+            batch = packed_batch(*random_documents(13, 5 + seed, 21))
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+                hidden, _ = Backbone(model, state)(batch)
+            loss = Head(model).loss_sums(hidden, batch.labels)["next_token"]
+            loss.backward()
+            total += loss.detach()
+    finally:
+        attention_backends.BACKENDS[backend] = original
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return Done(gradients, float(total), sum(kept.values()), calls[0], offloader)
+
+
+def assert_equal(got: Done, plain: Done) -> None:
+    assert got.loss == plain.loss
+    assert got.gradients.keys() == plain.gradients.keys()
+    for name, gradient in plain.gradients.items():
+        assert torch.equal(got.gradients[name], gradient), name
 
 
 @pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "kernels"])
 def test_gradients_are_those_without_it_bit_for_bit_and_less_is_kept(kernels):
-    plain, all_bytes = step("none", kernels=kernels)
-    half, half_bytes = step(2, kernels=kernels)
-    full, full_bytes = step("full", kernels=kernels)
-    for gradients in (half, full):
-        for name, gradient in plain.items():
-            assert torch.equal(gradients[name], gradient), name
-    assert full_bytes < half_bytes < all_bytes
+    plain = step("none", kernels=kernels)
+    found = {how: step(how, kernels=kernels) for how in (2, "selective", "full")}
+    for got in found.values():
+        assert_equal(got, plain)
+    assert found["full"].kept_bytes < found[2].kept_bytes < plain.kept_bytes
+    assert found["full"].kept_bytes <= found["selective"].kept_bytes < plain.kept_bytes
+
+
+@pytest.mark.parametrize("recompute", [2, "selective", "full"])
+def test_dropout_draws_the_same_numbers_again(recompute):
+    plain = step("none", dropout=0.3)
+    assert_equal(step(recompute, dropout=0.3), plain)
+    assert step("none", dropout=0.0).loss != plain.loss, "there is dropout"
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "phi3", "gpt_oss"])
+def test_selective_keeps_attention_whatever_the_family(family):
+    backend = "math" if family in ("gemma2", "gpt_oss") else "sdpa"  # soft-cap, sinks
+    plain = step("none", family=family, backend=backend)
+    selective, full = step("selective", family=family, backend=backend), step("full", family=family, backend=backend)
+    assert_equal(selective, plain)
+    assert full.attention_calls == 2 * plain.attention_calls
+    assert selective.attention_calls == (1 if backend == "sdpa" else 2) * plain.attention_calls
+
+
+def test_a_graph_that_is_kept_goes_backward_twice():
+    register()
+    model = build("llama", attention="rft").train()
+    state = install_attention(model, "sdpa")
+    apply_recompute(list(decoder_layers(model)), "selective")
+    batch = packed_batch(*random_documents(13, 5))
+    hidden, _ = Backbone(model, state)(batch)
+    loss = hidden.pow(2).sum()
+    first = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True, allow_unused=True)
+    second = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    for a, b in zip(first, second, strict=True):
+        assert (a is None and b is None) or torch.equal(a, b)
 
 
 def test_a_model_without_checkpointing_layers_is_refused_with_its_name():
     with pytest.raises(Refused, match=r"Linear has no checkpointing.*\n.*none"):
         apply_recompute([torch.nn.Linear(2, 2)], "full")
     assert apply_recompute([torch.nn.Linear(2, 2)], "none") == 0
+
+
+# ---- offload
+
+LAYERS = 4
+
+
+def offloader(where: str, folder: Path, *, host_bytes: int = 1 << 30, device_bytes: int = 0) -> Offloader:
+    file = DiskFile(folder, trial_bytes=4096) if where == "disk" else None
+    pool = HostPool(host_bytes, pinned=False, disk=file)
+    return Offloader(where, CPU, pool, LAYERS, device_bytes=device_bytes, smallest=256)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("recompute", ["none", 2, "selective", "full"])
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+def test_offloaded_gradients_are_the_same_bit_for_bit(recompute, where, tmp_path: Path):
+    plain = step("none", dropout=0.3, micro_batches=3)
+    # on disk: host memory for a few pages, so that nearly everything goes through the file
+    own = offloader(where, tmp_path / "o", host_bytes=5 * 4096 if where == "disk" else 1 << 30)
+    got = step(recompute, dropout=0.3, micro_batches=3, offloader=own)
+    assert_equal(got, plain)
+    assert own.moved_bytes > 0
+    assert own.fetched_late == 0, "each layer was sent for before backward came to it"
+    if where == "disk":
+        assert os.listdir(tmp_path / "o") == [], "the file has no name"
+        assert own.pool.disk is not None
+        assert own.pool.disk.written_bytes > 0
+        assert own.pool.disk.read_bytes > 0
+        own.pool.disk.close()
+
+
+def test_without_recompute_all_that_layers_keep_goes_but_their_weights(tmp_path: Path):
+    plain = step("none")
+    own = offloader("cpu", tmp_path)
+    got = step("none", offloader=own)
+    assert_equal(got, plain)
+    weights = sum(p.numel() * 4 for p in build("llama").parameters())
+    assert 0 < own.moved_bytes < plain.kept_bytes
+    assert plain.kept_bytes - own.moved_bytes > 0.5 * weights
+    full = offloader("cpu", tmp_path)
+    step("full", offloader=full)
+    assert full.moved_bytes < own.moved_bytes / 3, "with recompute the layers' inputs alone"
+
+
+def test_the_last_layers_stay_where_there_is_room(tmp_path: Path):
+    some = offloader("cpu", tmp_path, device_bytes=3 * 39 * 64 * 4)
+    most = offloader("cpu", tmp_path)
+    assert_equal(step("full", offloader=some), step("full", offloader=most))
+    assert 0 < some.moved_bytes < most.moved_bytes
+
+
+def test_host_memory_is_used_again_and_given_back(tmp_path: Path):
+    own = offloader("cpu", tmp_path)
+    step("full", offloader=own, micro_batches=1)
+    gc.collect()
+    held = own.pool.bytes
+    for _ in range(5):
+        step("full", offloader=own, micro_batches=1)
+    assert own.pool.bytes == held
+    disk_own = offloader("disk", tmp_path / "d", host_bytes=5 * 4096)
+    step("full", offloader=disk_own)
+    length = disk_own.pool.disk.bytes
+    for _ in range(5):
+        step("full", offloader=disk_own)
+    assert disk_own.pool.disk.bytes <= length + 2 * 4096 * 4
+    disk_own.pool.disk.close()
+
+
+def test_too_little_host_memory_is_told_with_the_way_out(tmp_path: Path):
+    with pytest.raises(TrainingError, match=r"needs more than 0.00 GiB of host memory(.|\n)*memory.offload = \"disk\""):
+        step("full", offloader=offloader("cpu", tmp_path, host_bytes=4096))
+
+
+def test_a_full_disk_ends_the_run_with_its_folder(tmp_path: Path, monkeypatch):
+    own = offloader("disk", tmp_path / "o", host_bytes=4096)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(disk.os, "posix_fallocate", full)
+    with pytest.raises(TrainingError, match=r"memory.offload_dir = (.|\n)*No space left on device"):
+        step("full", offloader=own)
+
+
+def test_a_file_holds_what_was_written_whatever_the_order(tmp_path: Path):
+    file = DiskFile(tmp_path, trial_bytes=1 << 20)
+    assert set(file.measured) <= {"buffered", "direct"}
+    assert file.measured
+    from rft.pinned import HostMemory
+
+    pieces = []
+    for number in range(9):
+        memory = HostMemory(4096 * (number + 1), pinned=False)
+        memory.data.copy_(torch.randint(0, 256, memory.data.shape, dtype=torch.uint8))
+        pieces.append((file.room(memory.size), memory, memory.data.clone()))
+    for future in [file.write(offset, memory.data) for offset, memory, _ in pieces]:
+        future.result()
+    for offset, memory, wanted in reversed(pieces):
+        memory.data.zero_()
+        file.read(offset, memory.data).result()
+        assert torch.equal(memory.data, wanted)
+    length = file.bytes
+    file.give_back(pieces[3][0], 4 * 4096)
+    assert file.room(4 * 4096 - 5) == pieces[3][0], "a piece that was given back is used again"
+    assert file.bytes == length
+    file.close()

@@ -7,8 +7,10 @@ import torch
 
 from rft.kernels import fp8
 from rft.kernels.lora_linear import Branch, FrozenLinear, lora_gated_mlp, lora_linears
-from rft.memory import planner
+from rft.memory.plan import MemoryPlan
 from rft.memory.recompute import apply_recompute
+from rft.memory.sizes import Problem
+from rft.memory.sizes import sizes as sizes_of
 from rft.models.attention import install_attention, register
 from rft.models.backbone import Backbone, decoder_layers
 from rft.models.describe import describe
@@ -48,30 +50,33 @@ def count(receipts: Receipts, what: str) -> int:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bf16_with_kernels_is_no_further_from_fp32_than_the_plain_model_is(family):
+    """Norms of the errors over several batches: of one tiny batch, luck decides which is larger."""
     register()
     recurrent = family in RECURRENT
-    documents = random_documents(*((24,) if recurrent else (40, 21, 9)))
-    batch = packed_batch(*documents, fill=3).to(CUDA)
-    receipts = Receipts()
-    runs = {}
+    receipts, batches = Receipts(), range(6)
+    runs: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for name in ("truth", "plain", "kernels"):
         model = build(family, attention="rft").to(CUDA, torch.float32 if name == "truth" else torch.bfloat16)
         if name == "kernels":
             apply_swaps(model, receipts, device=CUDA, kernels=True)
         state = install_attention(model, "math")
-        hidden, _ = Backbone(model, state, isolate=not recurrent)(batch)
-        head = Head(model, LogitTransform(), kernels=name == "kernels")
-        total = head.loss_sums(hidden, batch.labels, num_label_tokens=batch.num_label_tokens)["next_token"]
-        total.backward()
-        gradients = torch.cat(
-            [p.grad.float().flatten() for _, p in sorted(model.named_parameters()) if p.grad is not None]
-        )
-        runs[name] = (hidden.detach().float(), gradients, total.detach())
+        runs[name] = []
+        for seed in batches:
+            model.zero_grad()
+            documents = random_documents(*((24,) if recurrent else (40, 21, 9)), seed=seed)
+            batch = packed_batch(*documents, fill=3).to(CUDA)
+            hidden, _ = Backbone(model, state, isolate=not recurrent)(batch)
+            head = Head(model, LogitTransform(), kernels=name == "kernels")
+            head.loss_sums(hidden, batch.labels, num_label_tokens=batch.num_label_tokens)["next_token"].backward()
+            gradients = [p.grad.float().flatten() for _, p in sorted(model.named_parameters()) if p.grad is not None]
+            runs[name].append((hidden.detach().float(), torch.cat(gradients)))
     for part in (0, 1):
-        truth = runs["truth"][part]
-        plain, own = ((runs[n][part] - truth).norm() / truth.norm() for n in ("plain", "kernels"))
-        factor = 4 if family in ROUTED else 1.5  # a router whose choice flips by rounding moves a whole token
-        assert own <= factor * plain + 1e-2, f"{('hidden', 'gradients')[part]}: {own:.2e}, plain {plain:.2e}"
+        truth, plain, own = (torch.stack([run[part] for run in runs[n]]) for n in ("truth", "plain", "kernels"))
+        plain_error, own_error = ((x - truth).norm() / truth.norm() for x in (plain, own))
+        factor = 2 if family in ROUTED else 1.1  # a router whose choice flips by rounding moves a whole token
+        assert own_error <= factor * plain_error + 1e-4, (
+            f"{('hidden', 'gradients')[part]}: {own_error:.2e}, plain {plain_error:.2e}"
+        )
     assert (
         count(receipts, "attention block") == 0
         if family in ATTENTION_DECLINED
@@ -131,8 +136,8 @@ def one_step(model, batch):
 
 
 def test_blocks_of_real_width_are_verified_and_swapped():
-    for sizes in ({}, {"hidden_size": 4096, "intermediate_size": 14336, "head_dim": 128}):
-        _, receipts = on_device(llama(1, **sizes), lora=True)
+    for widths in ({}, {"hidden_size": 4096, "intermediate_size": 14336, "head_dim": 128}):
+        _, receipts = on_device(llama(1, **widths), lora=True)
         assert [count(receipts, w) for w in ("rms_norm kernel", "lora linear", "gated mlp", "attention block")] == [
             3,
             7,
@@ -158,13 +163,14 @@ def test_the_planner_s_bytes_are_near_what_a_step_takes(lora, recompute):
     one_step(model, batch)
     taken = torch.cuda.max_memory_allocated() - before
     facts = describe(model)
-    gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-    problem = planner.Problem(
-        facts=facts, state_bytes=gradients, gathered_bytes=0, seq_len=8192, packs=1, memory_bytes=100 << 30, kernels=True,
-        trained_in_full=not lora, itemsize=2, chunk_rows=4096, peak_flops=1e15,
+    problem = Problem(
+        facts=facts, seq_len=8192, packs=1, memory_bytes=100 << 30, kernels=True, trained_in_full=not lora, itemsize=2,
+        master_itemsize=2, document_tokens=1024,
     )  # fmt: skip
-    modelled = sum(planner.bytes_of(problem, 1, recompute).values()) - planner.RESERVED_BYTES
-    assert 0.75 * taken <= modelled <= 1.35 * taken, (
+    moments = sizes_of(problem, MemoryPlan(recompute=recompute)).moments.values()
+    there = ("weights", "adapter", "optimizer")  # before the step, or not at all
+    modelled = max(sum(count for name, count in moment.items() if name not in there) for moment in moments)
+    assert modelled == pytest.approx(taken, rel=0.08), (
         f"taken {taken / 2**20:.0f} MiB, modelled {modelled / 2**20:.0f} MiB"
     )
 
@@ -210,7 +216,9 @@ def test_fp8_products_are_those_of_the_quantised_numbers():
     dy = torch.randn(300, 768, device=CUDA).bfloat16()
     p, p_scale = fp8.quantise_rows(dy)
     back = (p.float() * p_scale) @ (weight.by_column.float() * weight.column_scale).t()
-    assert (fp8.product_back(p, p_scale, weight, torch.bfloat16).float() - back).norm() <= 5e-3 * back.norm()
+    assert (
+        fp8.product_back(p, p_scale, weight.by_column, weight.column_scale, torch.bfloat16).float() - back
+    ).norm() <= 5e-3 * back.norm()
 
 
 def test_fp8_blocks_train_without_the_host_waiting():
@@ -252,3 +260,26 @@ def test_a_step_with_every_swap_never_waits_for_the_device(recompute):
         one_step(model, batch)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_batches_of_one_size_compile_nothing_anew():
+    """Ten packs of different documents and numbers of labels, after one of each divisibility by 16, which Triton looks at."""
+    import triton
+
+    def batch(*lengths):
+        return packed_batch(*random_documents(*lengths, vocabulary=32000)).to(CUDA)
+
+    model, _ = on_device(llama(2), lora=True)
+    for lengths in ([32] * 16, [500, 12]):  # 496 and 510 labels
+        one_step(model, batch(*lengths))
+    compiled = []
+    triton.knobs.runtime.jit_post_compile_hook = lambda **given: compiled.append(str(given.get("repr")))
+    try:
+        for number in range(2, 12):
+            first = [32 + number] * number
+            one_step(model, batch(*first, 512 - sum(first)))
+        assert not compiled
+        one_step(model, batch(300))  # another size: the hook sees what is compiled
+        assert compiled
+    finally:
+        triton.knobs.runtime.jit_post_compile_hook = None

@@ -8,7 +8,8 @@ from torch import nn
 
 from rft.config.optim import AdamWConfig, GroupConfig
 from rft.errors import ConfigError
-from rft.optim.adamw import build_adamw, parameter_groups
+from rft.optim.build import build as build_optimizer
+from rft.optim.groups import parameter_groups
 
 
 class Small(nn.Module):
@@ -33,7 +34,7 @@ def loss_of(model: nn.Module) -> torch.Tensor:
 
 def build(model: nn.Module, *, compute_dtype: torch.dtype | None = None, **config):
     config = AdamWConfig(**{"lr": 1e-2, "weight_decay": 0.1, **config})
-    return build_adamw(model.named_parameters(), config, compute_dtype=compute_dtype, embeddings=EMBEDDINGS)
+    return build_optimizer(model.named_parameters(), config, compute_dtype=compute_dtype, embeddings=EMBEDDINGS)
 
 
 def train(model: nn.Module, optimizer, steps: int) -> list[float]:
@@ -120,7 +121,7 @@ def test_saved_and_loaded_optimizer_goes_on_bit_for_bit(compute_dtype):
 
 def test_a_parameter_that_is_kept_wide_stays_the_master_itself():
     model = Small()
-    optimizer = build_adamw(
+    optimizer = build_optimizer(
         model.named_parameters(), AdamWConfig(lr=1e-2), compute_dtype=torch.bfloat16, keep=frozenset({"norm.weight"})
     )
     assert model.norm.weight.dtype == torch.float32

@@ -1,4 +1,4 @@
-"""Clipping: the norm over everything, plain and sharded, whatever the dtypes."""
+"""Clipping: the norm over everything, whatever the dtypes, and the factor that an optimizer multiplies by."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from rft.optim.clip import clip_grad_norm
+from rft.config.optim import AdamWConfig
+from rft.optim.build import build
+from rft.optim.clip import clip_factor, grad_norm
 
 
 def parameters(*gradients: torch.Tensor) -> list[nn.Parameter]:
@@ -18,31 +20,36 @@ def parameters(*gradients: torch.Tensor) -> list[nn.Parameter]:
     return made
 
 
+def clipped(parameters, limit):
+    """(norm, what the gradients are with the factor)."""
+    norm = grad_norm(parameters)
+    factor = clip_factor(norm, limit)
+    return norm, [p.grad if factor is None else p.grad * factor for p in parameters]
+
+
 def test_gradients_are_scaled_to_the_norm_and_the_old_norm_is_returned():
-    both = parameters(torch.tensor([3.0]), torch.tensor([[4.0]]))
-    assert clip_grad_norm(both, 1.0).item() == pytest.approx(5.0)
-    assert [p.grad.item() for p in both] == pytest.approx([0.6, 0.8], rel=1e-5)
+    norm, gradients = clipped(parameters(torch.tensor([3.0]), torch.tensor([[4.0]])), 1.0)
+    assert norm.item() == pytest.approx(5.0)
+    assert [g.item() for g in gradients] == pytest.approx([0.6, 0.8], rel=1e-5)
 
 
 def test_small_gradients_and_no_limit_leave_them_alone():
     for limit in (6.0, "none"):
-        both = parameters(torch.tensor([3.0]), torch.tensor([[4.0]]))
-        assert clip_grad_norm(both, limit).item() == pytest.approx(5.0)
-        assert [p.grad.item() for p in both] == [3.0, 4.0]
+        norm, gradients = clipped(parameters(torch.tensor([3.0]), torch.tensor([[4.0]])), limit)
+        assert norm.item() == pytest.approx(5.0)
+        assert [g.item() for g in gradients] == [3.0, 4.0]
 
 
 def test_dtypes_may_differ_and_the_norm_is_fp32():
-    both = parameters(torch.tensor([3.0]), torch.tensor([4.0], dtype=torch.bfloat16))
-    norm = clip_grad_norm(both, 1.0)
+    norm = grad_norm(parameters(torch.tensor([3.0]), torch.tensor([4.0], dtype=torch.bfloat16)))
     assert norm.dtype == torch.float32
     assert norm.item() == pytest.approx(5.0)
-    assert both[1].grad.item() == pytest.approx(0.8, rel=1e-2)
 
 
 def test_parameters_without_a_gradient_are_left_out():
     both = parameters(torch.tensor([3.0]))
     both.append(nn.Parameter(torch.ones(2)))
-    assert clip_grad_norm(both, 1.0).item() == pytest.approx(3.0)
+    assert grad_norm(both).item() == pytest.approx(3.0)
     assert both[1].grad is None
 
 
@@ -50,6 +57,21 @@ def test_equals_torch_on_many_tensors():
     torch.manual_seed(0)
     gradients = [torch.randn(7, 5), torch.randn(3), torch.randn(2, 2, 2)]
     ours, theirs = parameters(*gradients), parameters(*gradients)
-    assert clip_grad_norm(ours, 0.5).item() == pytest.approx(nn.utils.clip_grad_norm_(theirs, 0.5).item(), rel=1e-6)
+    norm, found = clipped(ours, 0.5)
+    assert norm.item() == pytest.approx(nn.utils.clip_grad_norm_(theirs, 0.5).item(), rel=1e-6)
+    for gradient, parameter in zip(found, theirs, strict=True):
+        torch.testing.assert_close(gradient, parameter.grad)
+
+
+@pytest.mark.parametrize("states", ["float32", "bfloat16"])
+def test_every_path_of_an_optimizer_multiplies_by_the_factor_once(states):
+    torch.manual_seed(0)
+    first = [torch.randn(6, 4), torch.randn(3)]
+    config = AdamWConfig(name="adamw", lr=1e-2, states=states)
+    ours, theirs, factor = parameters(*first), parameters(*first), torch.tensor(0.25)
+    for parameter in theirs:
+        parameter.grad.mul_(0.25)
+    for made, given in ((ours, factor), (theirs, None)):
+        build([(str(i), p) for i, p in enumerate(made)], config).step(given)
     for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a.grad, b.grad)
+        torch.testing.assert_close(a, b)

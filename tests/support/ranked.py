@@ -16,6 +16,7 @@ from rft.data.batch import Batch
 from rft.optim import Schedule
 from rft.parallel.fsdp import whole
 from rft.parallel.mesh import World
+from rft.training.replan import Replanner
 from rft.training.run import Run
 from rft.training.setup import build_optimizer, build_trainee, inspect_job, seed_everything
 from rft.training.state import TrainState, save_state
@@ -95,7 +96,7 @@ def make_run(
         loader=loader, packs_per_step=packs_per_step, total_steps=total,  # type: ignore[arg-type]
         state=TrainState(packs_per_step=packs_per_step, total_steps=total, plan_hash=loader.plan(0).hash),
         rank=world.rank, world_size=world.world_size, local_rank=world.local_rank, data_group=world.group,
-        source=job.source, tokenizer=job.tokenizer,
+        source=job.source, tokenizer=job.tokenizer, replanner=Replanner(job, run_dir),
     )  # fmt: skip
 
 

@@ -1,4 +1,5 @@
-"""A web server in this process that is also an S3 store: objects in a dict, faults on demand, every request noted."""
+"""A web server in this process that is also an S3, a Google and an Azure store: objects in a dict, faults on demand, every
+request noted."""
 
 from __future__ import annotations
 
@@ -9,6 +10,9 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlparse
 from xml.sax.saxutils import escape
+
+AZURE_ACCOUNT = "/devstoreaccount1"
+"""What Azure's emulator puts before a container."""
 
 
 class Server:
@@ -47,13 +51,15 @@ class Request(BaseHTTPRequestHandler):
 
     def answer(self, *, body: bool) -> None:
         asked = urlparse(self.path)
-        path = unquote(asked.path)
+        path = unquote(asked.path).removeprefix(AZURE_ACCOUNT)
         with self.state.lock:
             self.state.requests.append((self.command, path, self.headers.get("Range", "")))
             fault = self.state.faults.pop(0) if body and self.state.faults and path in self.state.objects else None
         query = parse_qs(asked.query)
-        if "list-type" in query:
+        if "list-type" in query:  # S3 and Google
             return self.listing(path.strip("/"), query.get("prefix", [""])[0])
+        if query.get("comp") == ["list"]:
+            return self.azure_listing(path.strip("/"), query.get("prefix", [""])[0])
         if path not in self.state.objects:
             return self.reply(404, b"")
         content = self.state.objects[path]
@@ -82,7 +88,7 @@ class Request(BaseHTTPRequestHandler):
         body: bool = True,
         length: int | None = None,
     ) -> None:
-        path = unquote(urlparse(self.path).path)
+        path = unquote(urlparse(self.path).path).removeprefix(AZURE_ACCOUNT)
         self.send_response(status)
         self.send_header("Content-Length", str(len(content) if length is None else length))
         self.send_header("Last-Modified", "Sat, 01 Jan 2022 00:00:00 GMT")
@@ -96,16 +102,28 @@ class Request(BaseHTTPRequestHandler):
             if length is not None and length != len(content):
                 self.close_connection = True
 
-    def listing(self, bucket: str, prefix: str) -> None:
+    def keys(self, bucket: str, prefix: str) -> list[str]:
         keys = sorted(path[len(bucket) + 2 :] for path in self.state.objects if path.startswith(f"/{bucket}/"))
+        return [key for key in keys if key.startswith(prefix)]
+
+    def listing(self, bucket: str, prefix: str) -> None:
         items = "".join(
             f"<Contents><Key>{escape(key)}</Key><LastModified>2022-01-01T00:00:00.000Z</LastModified>"
             f"<ETag>{escape(self.state.etag(f'/{bucket}/{key}'))}</ETag>"
             f"<Size>{len(self.state.objects[f'/{bucket}/{key}'])}</Size></Contents>"
-            for key in keys
-            if key.startswith(prefix)
+            for key in self.keys(bucket, prefix)
         )
         text = f"<?xml version='1.0'?><ListBucketResult><IsTruncated>false</IsTruncated>{items}</ListBucketResult>"
+        self.reply(200, text.encode(), {"Content-Type": "application/xml"})
+
+    def azure_listing(self, bucket: str, prefix: str) -> None:
+        items = "".join(
+            f"<Blob><Name>{escape(key)}</Name><Properties><Last-Modified>Sat, 01 Jan 2022 00:00:00 GMT</Last-Modified>"
+            f"<Etag>{escape(self.state.etag(f'/{bucket}/{key}'))}</Etag><Content-Type>text/plain</Content-Type>"
+            f"<Content-Length>{len(self.state.objects[f'/{bucket}/{key}'])}</Content-Length></Properties></Blob>"
+            for key in self.keys(bucket, prefix)
+        )
+        text = f"<?xml version='1.0'?><EnumerationResults><Blobs>{items}</Blobs><NextMarker /></EnumerationResults>"
         self.reply(200, text.encode(), {"Content-Type": "application/xml"})
 
 

@@ -14,7 +14,7 @@ from rft.config.root import Config
 from rft.data.batch import Batch
 from rft.losses import SftLoss
 from rft.optim import Schedule
-from rft.optim.adamw import build_adamw
+from rft.optim.build import build
 from rft.training.run import Run
 from rft.training.state import TrainState
 from rft.training.trainee import Trainee
@@ -150,7 +150,7 @@ def stub_run(
     losses = SftLoss()
     trainee = Trainee(model, model.backbone, model, losses)  # type: ignore[union-attr, arg-type]
     named = [(n, p) for n, p in trainee.named_parameters() if p.requires_grad]
-    optimizer = build_adamw(named, config.optim)
+    optimizer = build(named, config.optim)
     loader = StubLoader(packs, config.train.micro_batch)  # type: ignore[arg-type]
     steps = total_steps or loader.steps_in_epoch(0, packs_per_step)
     run_dir = Path(config.train.out or tmp_path)

@@ -204,7 +204,7 @@ def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tmp_path: Path, st
 
     first = stub_run(tmp_path / "b", packs(5), total_steps=8, eval_packs=packs(2, seed=5), **tables)
     first.signals = Signals()
-    real_step = loop.train_step
+    real_step = loop.step_within_memory
 
     def step_then_signal(run: Run, micro_batches: list[Batch]):
         result = real_step(run, micro_batches)
@@ -212,7 +212,7 @@ def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tmp_path: Path, st
             first.signals.request()
         return result
 
-    monkeypatch.setattr(loop, "train_step", step_then_signal)
+    monkeypatch.setattr(loop, "step_within_memory", step_then_signal)
     with pytest.raises(Stopped) as stopped:
         loop.train(first)
     assert stopped.value.exit_code == 143

@@ -9,15 +9,15 @@ import pytest
 
 from rft.config.root import Config
 from rft.errors import ConfigError
-from rft.models.describe import Facts
+from rft.models.facts import Facts
 from rft.training.machine import Machine
 from rft.training.resolve import (
     plan_packs_per_step,
     plan_total_steps,
+    replica_bytes,
     resolve,
     resolve_for_data,
     resolve_precision,
-    state_bytes,
 )
 
 CPU = Machine("cpu", "AVX-512 BF16", 24 << 30, 1, True, 2)
@@ -65,7 +65,8 @@ def decide(made: Config, machine: Machine = H200, facts: Facts = SMALL):
 def test_no_auto_is_left_and_each_has_a_reason():
     made, decisions = decide(config())
     text = made.model_dump_json()
-    for by_the_data in ('"format":"auto"', '"resume":"auto"', '"end_of_turn":"auto"'):
+    nothing_to_scale = '"method":"auto"'
+    for by_the_data in (nothing_to_scale, '"format":"auto"', '"resume":"auto"', '"end_of_turn":"auto"'):
         text = text.replace(by_the_data, "")
     assert '"auto"' not in text
     assert all(decision.reason for decision in decisions.values())
@@ -126,12 +127,17 @@ def test_replicas_while_they_take_under_60_percent_and_shards_beyond():
     assert "134.1 GiB" in decisions["parallel.data"].reason  # 18 bytes a parameter
 
 
-def test_state_bytes_count_weights_masters_gradients_and_moments():
+def test_replica_bytes_count_weights_masters_gradients_and_moments():
+    trained = {"name": "none"}
     full = dataclasses.replace(SMALL, num_parameters=10, num_trained=10)
-    bf16, _ = resolve_precision(config(), H200)
-    fp32, _ = resolve_precision(config(train={"precision": "fp32"}), H200)
-    pure, _ = resolve_precision(config(train={"master": "bfloat16"}), H200)
-    assert [state_bytes(made, full) for made in (bf16, fp32, pure)] == [180, 160, 80]
+    bf16, _ = resolve_precision(config(adapter=trained), H200)
+    fp32, _ = resolve_precision(config(adapter=trained, train={"precision": "fp32"}), H200)
+    pure, _ = resolve_precision(config(adapter=trained, train={"master": "bfloat16"}), H200)
+    assert [replica_bytes(made, full) for made in (bf16, fp32, pure)] == [
+        180,
+        160,
+        120,
+    ]  # moments are fp32 whatever the masters are
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(base, tmp_path: Path, monkeypatch, pr
         train={"precision": precision, "eval_every_steps": 2, "max_steps": 9},
     )
     straight = api.train(changed(config, train={"out": str(tmp_path / "straight")}))
-    real = loop.train_step
+    real = loop.step_within_memory
 
     def stopping(run, micro_batches):
         result = real(run, micro_batches)
@@ -176,10 +176,10 @@ def test_a_stopped_run_goes_on_bit_for_bit(base, tmp_path: Path, monkeypatch, pr
             run.signals.request()
         return result
 
-    monkeypatch.setattr(loop, "train_step", stopping)
+    monkeypatch.setattr(loop, "step_within_memory", stopping)
     with pytest.raises(Stopped):
         api.train(config)
-    monkeypatch.setattr(loop, "train_step", real)
+    monkeypatch.setattr(loop, "step_within_memory", real)
     resumed = api.train(config)
     for key in ("loss", "grad_norm", "lr", "tokens", "epoch"):
         assert [x[key] for x in lines(straight)] == [x[key] for x in lines(resumed)], key
@@ -266,7 +266,7 @@ def test_no_secret_of_the_environment_is_written_anywhere(base, monkeypatch, cap
     def crash(run, micro_batches):
         raise RuntimeError(f"crash with {secret} in hand")
 
-    monkeypatch.setattr(loop, "train_step", crash)
+    monkeypatch.setattr(loop, "step_within_memory", crash)
     with pytest.raises(RuntimeError):
         api.train(changed(config, train={"out": str(tmp_path / "crash")}))
     out = capfd.readouterr()

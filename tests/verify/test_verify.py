@@ -166,6 +166,16 @@ def test_fp8_weights_and_attention_of_a_gpu_are_checked_in_fp32_and_told(tmp_pat
     assert any("plain base weights" in note for note in case.notes)
 
 
+def test_over_an_nf4_base_the_stock_model_is_what_the_codes_stand_for(tmp_path):
+    values = config_for(tmp_path).model_dump()
+    values["model"] |= {"base_weights": "nf4"}
+    case = make_small(Config.model_validate(values), tmp_path / "small", device="cpu")
+    assert case.config.model.base_weights == "nf4"
+    assert case.base != case.model
+    found = list(checks.equals_transformers(case))
+    assert [c.status for c in found] == ["ok"] * 3, found
+
+
 def test_differences_are_relative_and_an_unknown_name_is_infinite():
     one = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([1e-9])}
     assert largest_difference(one, one) == 0

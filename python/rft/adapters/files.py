@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rft.config.adapter import LoraConfig
 from rft.errors import CheckpointError, ConfigError, ModelError
-from rft.models.source import whole
+from rft.models.source import in_a_line, whole
 
 ADAPTER = "default"
 WEIGHTS = "adapter_model.safetensors"
@@ -48,7 +48,7 @@ def read_adapter_config(cfg: LoraConfig) -> Any:
                 do="load it with PEFT, if you trust it, and save it again",
             )
         raise ModelError(where, f"holds no {WEIGHTS}")
-    raw = json.loads((directory / "adapter_config.json").read_text())
+    raw = _read_json(directory / "adapter_config.json")
     if raw.get("peft_type") != "LORA":
         raise ModelError(where, f"is a {raw.get('peft_type')} adapter", wanted="LORA")
     if str(raw.get("init_lora_weights")).lower().startswith(_CHANGES_BASE):
@@ -72,10 +72,40 @@ def read_adapter_config(cfg: LoraConfig) -> Any:
                 f"is {getattr(cfg, key)}, but the adapter at {cfg.path} has {value}",
                 do=f"leave adapter.{key} out",
             )
-    config = PeftLoraConfig.from_pretrained(str(directory))
+    try:
+        config = PeftLoraConfig.from_pretrained(str(directory))
+    except (TypeError, ValueError, KeyError, AttributeError) as error:  # PEFT checks little, in many ways
+        problem = f"PEFT cannot read it: {in_a_line(error)}"
+        raise ModelError(str(directory / "adapter_config.json"), problem, do="save the adapter again") from None
     config.inference_mode = False
     config.init_lora_weights = True
     return config
+
+
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "r": ((int,), "a whole number above 0"),
+    "lora_alpha": ((int, float), "a number"),
+    "lora_dropout": ((int, float), "a number from 0 to 1"),
+    "target_modules": ((list, str), "a list of module names, or a pattern"),
+}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """adapter_config.json with what PEFT takes unseen and stumbles over later checked."""
+    try:
+        raw = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ModelError(str(path), f"is not JSON: {error}", do="save the adapter again") from None
+    if not isinstance(raw, dict):
+        raise ModelError(str(path), "is not what PEFT writes", wanted="a JSON object", do="save the adapter again")
+    for key, (kinds, wanted) in _KINDS.items():
+        value: Any = raw.get(key)
+        if value is None:
+            continue
+        bad = isinstance(value, bool) or not isinstance(value, kinds)
+        if bad or (key == "r" and value < 1) or (key == "lora_dropout" and not 0 <= value <= 1):
+            raise ModelError(str(path), f"{key} is {value!r}", wanted=wanted, do="put it back as it was saved")
+    return raw
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +14,11 @@ from torch import Tensor, nn
 
 from rft.adapters.files import adapter_tensors, load_adapter, read_adapter_config
 from rft.config.adapter import LoraConfig
-from rft.errors import ConfigError, Refused
+from rft.errors import ConfigError, ModelError, Refused
 from rft.models.backbone import decoder_layers, find_base
 from rft.models.describe import has_experts
 from rft.models.receipts import Receipts
-from rft.models.source import whole
+from rft.models.source import in_a_line, whole
 
 ADAPTER = "default"
 
@@ -134,7 +135,13 @@ def inject(
     if new_token_ids and getattr(config, "trainable_token_indices", None) is None:
         config.trainable_token_indices = _token_rows(model, new_token_ids)
     config.base_model_name_or_path = base_id
-    wrapped = get_peft_model(model, config, autocast_adapter_dtype=False)
+    try:
+        wrapped = get_peft_model(model, config, autocast_adapter_dtype=False)
+    except (ValueError, re.error) as error:  # a pattern that is none
+        if cfg.path is None:
+            raise
+        problem = f"PEFT cannot put it on {type(model).__name__}: {in_a_line(error)}"
+        raise ModelError(f"adapter.path = {cfg.path!r}", problem, wanted="an adapter of this model") from None
     set_trained_dtype(wrapped, dtype)
     count = sum(1 for m in wrapped.modules() if hasattr(m, "lora_A") and ADAPTER in (*m.lora_A, *m.lora_embedding_A))
     if receipts is not None:
@@ -216,8 +223,9 @@ def initialise(model: Any, cfg: LoraConfig, *, seed: int, local_part=whole) -> A
 
 
 def _start_layer(name: str, layer: Any, cfg: LoraConfig, seed: int, local_part) -> None:
-    base = layer.get_base_layer().weight
-    if (cfg.init in ("pissa", "olora") or cfg.dora) and local_part(base)[0] is not base:
+    reads_base = cfg.init in ("pissa", "olora") or cfg.dora
+    base = layer.get_base_layer().weight if reads_base else None  # one in fewer bits is made anew by a look at it
+    if base is not None and local_part(base)[0].shape != base.shape:
         what = "adapter.dora" if cfg.dora else f'adapter.init = "{cfg.init}"'
         raise Refused(
             what, "reads whole base weights, which no process holds when sharded", do='set parallel.data = "replicate"'
@@ -243,6 +251,7 @@ def _start_layer(name: str, layer: Any, cfg: LoraConfig, seed: int, local_part) 
         _put(down, torch.zeros(down.shape), local_part)
         _put(up, torch.randn(up.shape, generator=_generator(seed, name)), local_part)
     if cfg.dora and ADAPTER in layer.lora_magnitude_vector:
+        assert base is not None
         magnitude = layer.lora_magnitude_vector[ADAPTER].weight
         rows = base.T if getattr(layer, "fan_in_fan_out", False) else base
         magnitude.copy_(torch.linalg.vector_norm(rows.float(), dim=1).view_as(magnitude))

@@ -71,6 +71,10 @@ def save_final(
             work.mkdir(parents=True)
         if hasattr(model, "peft_config"):
             _save_adapter(work, model, masters, base_id=source.base_id, write=writes)
+            if (
+                writes and source.rope
+            ):  # an adapter's own file has no place for it: engines are given the base's config as trained with
+                source.config.save_pretrained(work)
         else:
             save_model(work, model, masters, dtype=checkpoint_dtype(source), write=writes)
             if writes:
@@ -282,7 +286,12 @@ def _how_to_load(source: ModelSource, *, lora: bool) -> str:
             f"The base is read from `{source.base_id}`: where it lies elsewhere, set `base_model_name_or_path` in "
             "adapter_config.json, or merge with `rft merge <run> --base <base>`.\n\n"
         )
-        return ("" if source.hub_id else local) + _python("peft", "AutoPeftModelForCausalLM", "<run>/final")
+        scaled = (
+            f"It was trained with scaled positions ({source.rope}). `config.json` here is the base's config with them: give it to what "
+            "loads the base (`config=AutoConfig.from_pretrained(...)`), or merge, which writes it.\n\n"
+        )
+        notes = ("" if source.hub_id else local) + (scaled if source.rope else "")
+        return notes + _python("peft", "AutoPeftModelForCausalLM", "<run>/final")
     return _python("transformers", "AutoModelForCausalLM", "<run>/final")
 
 

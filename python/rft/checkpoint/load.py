@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rft.checkpoint import MARK
 from rft.checkpoint.files import hash_files, looks_like_pickle, read_json, refuse_pickle
-from rft.checkpoint.save import FORMAT_VERSION, MARK, MODEL, OPTIMIZER, RNG, SAVED_NAME, remove_leftovers
+from rft.checkpoint.save import FORMAT_VERSION, MODEL, OPTIMIZER, RNG, SAVED_NAME, remove_leftovers
 from rft.errors import CheckpointError
 
 

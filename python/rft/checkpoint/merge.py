@@ -12,10 +12,10 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,8 +25,12 @@ from rft.checkpoint.files import TensorSource, sync_folder
 from rft.checkpoint.shards import SHARD_BYTES, write_shards
 from rft.config.model import ModelConfig
 from rft.errors import ConfigError, ModelError, unusable_folder
+from rft.models.backbone import decoder_layers
+from rft.models.bitsandbytes_files import BitsandbytesReader, RoundedReader
 from rft.models.load import build_meta, mean_row, plan_load
+from rft.models.rope import config_entries
 from rft.models.source import ModelSource, checkpoint_dtype, find_model
+from rft.quant.packed import place
 
 BLOCK_ELEMENTS = 16 * 2**20
 """Elements of a tensor that are in memory at one time: 64 MiB in fp32, where larger blocks are no faster."""
@@ -66,6 +70,8 @@ class _Names:
     embedding: str
     head: str
     tied: bool
+    linears: set[str]
+    """File names of the linears that a base in fewer bits holds in them."""
 
 
 def merge(
@@ -74,12 +80,14 @@ def merge(
     *,
     base: ModelConfig | None = None,
     dtype: torch.dtype | None = None,
+    through: Literal["nf4", "int8"] | None = None,
     shard_bytes: int = SHARD_BYTES,
     on_tensor: Callable[[int, int, str], None] | None = None,
 ) -> Merged:
     """Write base + adapter as a model directory that transformers loads.
 
     adapter: folder in PEFT's format. base: where the base model is; default what the adapter names.
+    through: merge into what a base held in so few bits stands for, instead of the original weights.
     dtype: type of the result; default the base's own (bf16 for a GGUF file). on_tensor(done, of, name): progress.
     The result is complete or not there: it is written beside `out` and renamed.
     Raises ModelError where adapter and base do not belong together, ConfigError where `out` is taken.
@@ -93,11 +101,14 @@ def merge(
     config = base or ModelConfig(path=file.base)
     source = find_model(config)
     names = _names(source, config)
+    if through is not None:
+        source = replace(source, reader=RoundedReader(source.reader, names.linears, through))
     tokens = _num_tokens(adapter)
     edits = _edits_by_file(file, names, source, tokens)
     untied = _untie(edits, file, names)
     target = dtype or (torch.bfloat16 if source.kind == "gguf" else checkpoint_dtype(source))
-    keep_dtype = dtype is None and source.kind != "gguf"
+    dequantised = source.kind == "gguf" or isinstance(source.reader, BitsandbytesReader)
+    keep_dtype = dtype is None and not dequantised
     sources = _sources(source, edits, names, target, tokens, keep_dtype=keep_dtype, on_tensor=on_tensor)
     num_bytes = sum(tensor.bytes for tensor in sources)
     with _complete_or_absent(out, num_bytes) as work:
@@ -110,7 +121,12 @@ def merge(
         notes.append(
             f"{added:,} rows added for tokens that the base has none for: they are the mean of its rows, as in training"
         )
-    described = f"{source.base_id}, {'de-quantised GGUF weights' if source.kind == 'gguf' else 'original weights'}"
+    kind = "GGUF" if source.kind == "gguf" else "bitsandbytes"
+    if through is not None:
+        notes.append(
+            f"into the {through} base that the adapter was trained over, de-quantised: {len(names.linears)} linears"
+        )
+    described = f"{source.base_id}, {f'de-quantised {kind} weights' if dequantised else 'original weights'}"
     return Merged(
         out=out,
         base=described,
@@ -154,6 +170,8 @@ def _names(source: ModelSource, config: ModelConfig) -> _Names:
     live = {name for name, _ in model.named_parameters(remove_duplicate=False)} | set(model.state_dict())
     # tensors that transformers converts (fused experts) have no single file tensor: copied as they are, never edited
     files = {entry.target: entry.sources[0] for entry in plan_load(model, source) if entry.converter is None}
+    packed = place(model.requires_grad_(False), list(decoder_layers(model)), "nf4").linears
+    linears = {files[f"{name}.weight"] for name in packed if f"{name}.weight" in files}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     name_of = {id(module): f"{name}.weight" for name, module in model.named_modules()}
     return _Names(
@@ -162,7 +180,13 @@ def _names(source: ModelSource, config: ModelConfig) -> _Names:
         embedding=name_of[id(embedding)],
         head=name_of[id(head)] if head is not None else "",
         tied=bool(source.config.get_text_config().tie_word_embeddings),
+        linears=linears,
     )
+
+
+def linear_files(source: ModelSource, config: ModelConfig) -> set[str]:
+    """Names in the files of the linears that a base in fewer bits holds in them."""
+    return _names(source, config).linears
 
 
 def _num_tokens(adapter: Path) -> int:
@@ -348,7 +372,14 @@ def _write_config(out: Path, source: ModelSource, dtype: torch.dtype, *, vocab_s
         if source.kind != "gguf"
         else json.loads(source.config.to_json_string())
     )
+    if source.rope:
+        for table in (raw.get("text_config"), raw):
+            if isinstance(table, dict) and (table is raw or "max_position_embeddings" in table):
+                table.pop("rope_scaling", None)
+                table.update(config_entries(source.config))
+                break
     raw.pop("torch_dtype", None)
+    raw.pop("quantization_config", None)  # the result holds plain weights
     raw.pop("_name_or_path", None)
     raw["dtype"] = str(dtype).removeprefix("torch.")
     for table in (raw, raw.get("text_config")):

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rft import log
+from rft.checkpoint import MARK
 from rft.checkpoint.files import (
     FileRecord,
     TensorSource,
@@ -45,7 +46,6 @@ from rft.errors import CheckpointError, RftError
 from rft.parallel.collectives import any_over_ranks, barrier
 
 FORMAT_VERSION = 1
-MARK = "complete.json"
 MODEL, OPTIMIZER, RNG = "model", "optimizer", "rng"
 SAVED_NAME = re.compile(r"step-(\d+)")
 FILE_BYTES = 4 * 2**30  # a file of tensors is closed at this size

@@ -10,11 +10,9 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
+from rft.checkpoint import MARK
 from rft.config.model import ModelConfig
 from rft.errors import ConfigError
-
-MARK = "complete.json"
-"""As in rft.checkpoint.save, which imports torch."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,9 @@ class Target:
 
     @property
     def name(self) -> str:
-        """For messages: the model's name, and the adapter on it."""
+        """For messages: the model's name, and the adapter on it; a run of all weights has its own."""
+        if self.kind == "run" and self.adapter is None:
+            return self.path.name
         model = Path(self.model.path).name
         return f"{model} + {self.path.name}" if self.adapter else model
 

@@ -20,10 +20,11 @@ from typing import Annotated, Any
 
 from rft import __version__, log
 from rft.cli.start import Terminated, check_process, prepare_process
-from rft.errors import ConfigError, RftError, Stopped
+from rft.errors import ConfigError, RftError, Stopped, system_reason
 
 COMMANDS = {
     "train": "Fine-tune a model as a TOML file says; run it again to resume",
+    "plan": "Memory, speed and time before anything is loaded, with the reason for each choice",
     "prepare": "Tokenise, mask and store the data ahead of time",
     "data": "Prepared sets: list, verify, export, remove",
     "inspect": "Show samples as the model will see them",
@@ -65,7 +66,7 @@ def main() -> None:
         log.discard(sys.stdout)
     except OSError as error:
         log.discard(sys.stdout)
-        code = code or _report(RftError("stdout", f"cannot be written: {log.reason(error)}"))
+        code = code or _report(RftError("stdout", f"cannot be written: {system_reason(error)}"))
     sys.exit(code)
 
 
@@ -252,7 +253,7 @@ def _report_os_error(error: OSError) -> int:
     if log.verbosity() > 0:
         log.trace(error)
     place = f"{error.filename}: " if error.filename else ""
-    lines = [f"{place}{log.reason(error)}"]
+    lines = [f"{place}{system_reason(error)}"]
     if error.errno == errno.ENOSPC:
         lines.append(
             "do: free some space, then run the same command again: it goes on from the last complete checkpoint"

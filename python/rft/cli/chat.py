@@ -114,8 +114,13 @@ def _say_answer(speaker: Speaker, messages: list[dict[str, Any]], sampling: Samp
 
 
 def _writer() -> Callable[[str], None]:
+    """Text as it is where a program reads it; on a terminal a model may write no escape sequences."""
+    from rft.visible import visible
+
+    shown = visible if log.is_terminal(log.stdout()) else str
+
     def write(text: str) -> None:
-        log.output(text)
+        log.output(shown(text))
 
     return write
 

@@ -24,9 +24,10 @@ def show(
     if as_json:
         leave_stdout_to_json()
     checked = load_config(config, sets or [])
-    from rft.training.setup import resolve_without_weights
+    from rft.launch import visible_gpus
+    from rft.training.known import resolve_without_weights
 
-    resolved, decisions = resolve_without_weights(checked)
+    resolved, decisions = resolve_without_weights(checked, processes=max(1, visible_gpus()))
     if as_json:
         reasons = [{"key": d.key, "value": d.value, "reason": d.reason} for d in decisions]
         table = {"config": resolved.model_dump(mode="json"), "decisions": reasons}

@@ -20,6 +20,7 @@ import typer
 
 from rft import __version__, log
 from rft.cli.arguments import leave_stdout_to_json
+from rft.errors import ConfigError
 from rft.report.environment import cpu_name
 
 _PACKAGES = ("torch", "triton", "transformers", "peft", "accelerate", "datasets", "tokenizers", "safetensors", "gguf",
@@ -40,8 +41,13 @@ class Finding:
 
 def command(
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Measure this GPU for half a minute: `rft plan` uses the figures.")
+    ] = False,
 ) -> int:
     """Show what this machine has, which backends rft will use, and what falls back and why."""
+    if calibrate:
+        return _calibrate(as_json)
     if as_json:
         leave_stdout_to_json()
     findings = list(_findings())
@@ -52,6 +58,51 @@ def command(
     else:
         _print(findings)
     return 0 if ok else 1
+
+
+def _calibrate(as_json: bool) -> int:
+    """Measure the GPU and keep the figures under its name. Raises ConfigError where there is none."""
+    import datetime
+
+    import torch
+
+    from rft.memory.calibrate import calibrate
+    from rft.memory.devices import UNKNOWN, find_gpu, write_calibration
+
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "rft doctor --calibrate",
+            "this machine has no GPU",
+            do="run it where training will run, or use `rft plan --gpu NAME`",
+        )
+    device = torch.device("cuda")
+    name = torch.cuda.get_device_name(device)
+    known = find_gpu(name) or UNKNOWN
+    if as_json:
+        leave_stdout_to_json()
+    rates: dict[str, float] = {}
+    for key, figure in calibrate(device):
+        rates[key] = figure
+        log.say(key, f"{_rate(key, figure)} (table: {_rate(key, getattr(known.rates, key))})")
+    path = write_calibration(name, rates, datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
+    log.say("kept", str(path))
+    if as_json:
+        log.output(json.dumps({"gpu": name, "rates": rates, "file": str(path)}, indent=2) + "\n")
+    return 0
+
+
+def _rate(key: str, figure: float) -> str:
+    if key == "launch":
+        return f"{1e3 * figure:.2f} ms a layer"
+    if key == "context":
+        return f"{figure / 2**20:,.0f} MiB"
+    return (
+        f"{figure / 1e12:,.2f} TB/s"
+        if key == "memory"
+        else f"{figure / 1e9:,.0f} GB/s"
+        if key == "host"
+        else f"{figure / 1e12:,.0f} TFLOP/s"
+    )
 
 
 def _print(findings: list[Finding]) -> None:

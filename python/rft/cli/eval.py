@@ -11,6 +11,7 @@ import typer
 
 from rft import log
 from rft.cli.arguments import find_run, leave_stdout_to_json
+from rft.errors import RftError
 
 
 def command(
@@ -35,8 +36,13 @@ def command(
     from rft.training.held_out import evaluate_target, source_settings
 
     target = find_run(run)
-    with _Progress() as progress:
-        result, report = evaluate_target(target, [str(path) for path in data or []], progress=progress.show)
+    try:
+        with _Progress() as progress:
+            result, report = evaluate_target(target, [str(path) for path in data or []], progress=progress.show)
+    except RftError as error:
+        if data and error.where.startswith("data.train."):  # where a config would name the files
+            error.where = "rft eval --data"
+        raise
     if as_json:
         document = {
             "run": run,

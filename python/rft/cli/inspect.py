@@ -11,7 +11,7 @@ from rft import log
 from rft.cli.arguments import ConfigPath, Sets, leave_stdout_to_json
 from rft.config.load import load_config
 from rft.errors import ConfigError
-from rft.visible import visible_line
+from rft.words import counted
 
 if TYPE_CHECKING:
     from rft.cli.prepare import PreparedData
@@ -45,7 +45,7 @@ def command(
     inspector = Inspector(data.prepared.train, data.tokenizer, loader)
     packs = loader.plan(0).num_packs
     if pack is not None and pack >= packs:
-        raise ConfigError("--pack", f"{pack}", wanted=f"0 to {packs - 1}: the first epoch has {packs:,} packs")
+        raise ConfigError("--pack", f"{pack}", wanted=f"0 to {packs - 1}: the first epoch has {counted(packs, 'pack')}")
     report = report_with_plan(data.prepared.report, loader, data.eval_loader())
     samples = inspector.spread(rows)
     in_pack = inspector.pack(pack) if pack is not None else []
@@ -66,11 +66,11 @@ def _show(
     from rft.data.prepare import describe, evidence, remarks
 
     for sentence in describe(report):
-        log.say("data", visible_line(sentence))
+        log.say("data", sentence)
     for text in evidence(report):
-        log.say("format", visible_line(text))
+        log.say("format", text)
     for remark in remarks(report):
-        log.say("note", visible_line(remark))
+        log.say("note", remark)
     if data.prepared.template is not None:
         log.say("template", data.prepared.template.name)
     log.say("masks", mask_methods(report))
@@ -78,7 +78,9 @@ def _show(
     _show_samples(samples)
     if in_pack:
         log.line()
-        log.line(f"pack: {len(in_pack)} documents, {sum(sample.length for sample in in_pack):,} tokens")
+        log.line(
+            f"pack: {counted(len(in_pack), 'document')}, {counted(sum(sample.length for sample in in_pack), 'token')}"
+        )
         _show_samples(in_pack)
     log.line()
     log.line("documents by length in tokens")

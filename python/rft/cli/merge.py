@@ -10,6 +10,7 @@ import typer
 from rft import log
 from rft.cli.arguments import find_run
 from rft.errors import ConfigError
+from rft.report.units import gib
 
 
 def command(
@@ -26,10 +27,17 @@ def command(
     dtype: Annotated[
         Literal["base", "bfloat16", "float16", "float32"], typer.Option("--dtype", help="Type of the result.")
     ] = "base",
+    into: Annotated[
+        Literal["auto", "original", "nf4", "int8"],
+        typer.Option(
+            "--into",
+            help="The base's original weights, or what a base in so few bits stands for. auto: what the run was trained over.",
+        ),
+    ] = "auto",
 ) -> int:
     """Merge an adapter into its base model and write a model folder that transformers loads.
 
-    Original base weights are used, the sum is made in fp32 and rounded once. Memory stays small whatever the model's size.
+    The base is what the run was trained over (de-quantised NF4 or int8, else the original weights), the sum is made in fp32 and rounded once. Memory stays small whatever the model's size.
     """
     import torch
 
@@ -44,12 +52,15 @@ def command(
         target.path / "merged" if target.kind == "run" else target.path.with_name(target.path.name + "-merged")
     )
     config = ModelConfig(path=base) if base else target.model
+    held = target.model.base_weights if into == "auto" else into
+    through = held if held in ("nf4", "int8") else None
     with _progress() as on_tensor:
         result = merge(
             target.adapter,
             out,
             base=config,
             dtype=None if dtype == "base" else getattr(torch, dtype),
+            through=through,  # type: ignore[arg-type]
             on_tensor=on_tensor,
         )
     log.say("base", result.base)
@@ -58,10 +69,9 @@ def command(
         log.say("untied", "the head is a tensor of its own now: the adapter made it differ from the embedding")
     for note in result.notes:
         log.say("note", note)
-    size = f"{result.num_bytes / 2**30:.2f} GiB" if result.num_bytes >= 2**30 else f"{result.num_bytes / 2**20:.0f} MiB"
     log.say(
         "merged",
-        f"{result.num_tensors:,} tensors, {result.num_changed:,} of them changed · {size} in {result.seconds:.1f} s -> {result.out}",
+        f"{result.num_tensors:,} tensors, {result.num_changed:,} of them changed · {gib(result.num_bytes)} in {result.seconds:.1f} s -> {result.out}",
     )
     return 0
 

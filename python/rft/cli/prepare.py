@@ -95,7 +95,8 @@ def with_seq_len(config: Config) -> Config:
     from rft.models.positions import max_positions
     from rft.training.resolve import MAX_DEFAULT_SEQ_LEN
 
-    seq_len = min(max_positions(config.model) or MAX_DEFAULT_SEQ_LEN, MAX_DEFAULT_SEQ_LEN)
+    target = config.model.rope.target_length
+    seq_len = target or min(max_positions(config.model) or MAX_DEFAULT_SEQ_LEN, MAX_DEFAULT_SEQ_LEN)
     return config.model_copy(update={"data": config.data.model_copy(update={"seq_len": seq_len})})
 
 

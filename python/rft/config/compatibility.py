@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from rft.config.adapter import LoraConfig
-from rft.config.optim import WsdSchedule
+from rft.config.optim import AdamW8bitConfig, WsdSchedule
 from rft.config.root import Config
 
 
@@ -42,6 +42,11 @@ def is_set(table: BaseModel, key: str) -> bool:
 def has_held_out(config: Config) -> bool:
     """Whether there is data for the held-out loss."""
     return bool(config.data.eval) or config.data.eval_fraction > 0
+
+
+def uses_disk(config: Config) -> bool:
+    """Whether anything may go to `memory.offload_dir`."""
+    return "disk" in (config.memory.offload, config.memory.offload_states)
 
 
 def _adapter_shape_given(config: Config) -> bool:
@@ -174,32 +179,120 @@ RULES: tuple[Rule, ...] = (
         {"train": {"master": "bfloat16", "precision": "fp32"}},
     ),
     Rule(
-        "FP8 weights that are trained",
+        "weights in fewer bits that are trained",
         ("model.base_weights", "adapter.name"),
-        lambda c: c.model.base_weights == "fp8" and c.adapter.name == "none",
-        "holds frozen weights in FP8, and full fine-tuning freezes none",
+        lambda c: c.model.base_weights != "bf16" and c.adapter.name == "none",
+        "holds frozen weights in fewer bits, and full fine-tuning freezes none",
         'set model.base_weights = "bf16", or train a LoRA (adapter.name = "lora")',
         {"model": {"base_weights": "fp8"}, "adapter": {"name": "none"}},
     ),
     Rule(
-        "FP8 weights that are sharded",
+        "layers that are left out of FP8, without FP8",
+        ("model.keep_ends", "model.base_weights"),
+        lambda c: c.model.keep_ends is not None and c.model.base_weights != "fp8",
+        "says which layers stay in bf16 where the others are held in FP8, and here all are in bf16",
+        'leave out model.keep_ends, or set model.base_weights = "fp8"',
+        {"model": {"keep_ends": 2}},
+    ),
+    Rule(
+        "weights in fewer bits that are sharded",
         ("model.base_weights", "parallel.data"),
-        lambda c: c.model.base_weights == "fp8" and c.parallel.data == "shard",
+        lambda c: c.model.base_weights != "bf16" and c.parallel.data == "shard",
         "is quantised from whole weights, and no rank holds them when sharded",
         'set parallel.data = "replicate", or model.base_weights = "bf16"',
         {"model": {"base_weights": "fp8"}, "parallel": {"data": "shard"}},
     ),
     Rule(
-        "FP8 weights and what reads whole ones",
+        "weights in fewer bits and what reads whole ones",
         ("model.base_weights", "adapter.dora", "adapter.init"),
         lambda c: (
-            c.model.base_weights == "fp8"
+            c.model.base_weights != "bf16"
             and isinstance(c.adapter, LoraConfig)
             and (c.adapter.dora or c.adapter.init in ("pissa", "olora"))
         ),
         "holds no weight that DoRA, PiSSA or OLoRA could read or change",
         'set model.base_weights = "bf16", or leave out adapter.dora and adapter.init',
         {"model": {"base_weights": "fp8"}, "adapter": {"dora": True}},
+    ),
+    Rule(
+        "update in backward, and clipping",
+        ("optim.in_backward", "train.max_grad_norm"),
+        lambda c: c.optim.in_backward and c.train.max_grad_norm != "none",
+        "updates weights before the norm of the whole gradient is known, so nothing can be scaled to it",
+        'set train.max_grad_norm = "none", or leave out optim.in_backward',
+        {"optim": {"in_backward": True}},
+    ),
+    Rule(
+        "update in backward, and several micro-batches",
+        ("optim.in_backward", "train.accumulate"),
+        lambda c: c.optim.in_backward and (c.train.accumulate or 1) > 1,
+        "applies a gradient as soon as one backward brings it, and a step of several micro-batches has several",
+        "set train.accumulate = 1, or leave out optim.in_backward",
+        {"optim": {"in_backward": True}, "train": {"accumulate": 2, "max_grad_norm": "none"}},
+    ),
+    Rule(
+        "update in backward, and steps made again",
+        ("optim.in_backward", "train.on_oom"),
+        lambda c: c.optim.in_backward and c.train.on_oom == "replan",
+        "has changed some weights when a backward runs out of memory, so the step cannot be made again",
+        "leave out one of them",
+        {"optim": {"in_backward": True}, "train": {"on_oom": "replan", "max_grad_norm": "none"}},
+    ),
+    Rule(
+        "LoRA+ without LoRA",
+        ("optim.lora_plus_ratio", "adapter.name"),
+        lambda c: c.optim.lora_plus_ratio is not None and c.adapter.name == "none",
+        "is the rate of B matrices over that of A matrices, and full fine-tuning has none",
+        "leave out optim.lora_plus_ratio",
+        {"optim": {"lora_plus_ratio": 16}, "adapter": {"name": "none"}},
+    ),
+    Rule(
+        "whole-weight optimizers that are sharded",
+        ("optim.name", "parallel.data"),
+        lambda c: c.optim.name in ("adamw_8bit", "adafactor") and c.parallel.data == "shard",
+        "works on whole weights (8-bit blocks, means over columns), and no rank holds them when sharded",
+        'set parallel.data = "replicate", or optim.name = "adamw" with optim.states = "bfloat16"',
+        {"optim": {"name": "adafactor"}, "parallel": {"data": "shard"}},
+    ),
+    Rule(
+        "paged moments of torchao",
+        ("optim.paged", "optim.library"),
+        lambda c: isinstance(c.optim, AdamW8bitConfig) and c.optim.paged and c.optim.library == "torchao",
+        "is bitsandbytes' own memory, which torchao does not use",
+        "leave out optim.paged, or optim.library",
+        {"optim": {"name": "adamw_8bit", "paged": True, "library": "torchao"}},
+    ),
+    Rule(
+        "two homes of the moments",
+        ("memory.offload_states", "optim.paged"),
+        lambda c: c.memory.offload_states != "none" and isinstance(c.optim, AdamW8bitConfig) and c.optim.paged,
+        "and optim.paged both say where the moments lie",
+        "keep one of them",
+        {"memory": {"offload_states": "cpu"}, "optim": {"name": "adamw_8bit", "paged": True}},
+    ),
+    Rule(
+        "states of shards on the host",
+        ("memory.offload_states", "parallel.data"),
+        lambda c: c.memory.offload_states != "none" and c.parallel.data == "shard",
+        "moves whole tensors, and a rank holds parts of them when sharded",
+        'leave out memory.offload_states, or set parallel.data = "replicate"',
+        {"memory": {"offload_states": "cpu"}, "parallel": {"data": "shard"}},
+    ),
+    Rule(
+        "host memory for nothing",
+        ("memory.offload_host", "memory.offload_keep", "memory.offload"),
+        lambda c: (is_set(c.memory, "offload_host") or c.memory.offload_keep > 0) and c.memory.offload == "none",
+        "says how much lies where, and nothing is offloaded",
+        'set memory.offload = "cpu", or leave out memory.offload_host and memory.offload_keep',
+        {"memory": {"offload_host": 64}},
+    ),
+    Rule(
+        "a folder for nothing",
+        ("memory.offload_dir", "memory.offload", "memory.offload_states"),
+        lambda c: is_set(c.memory, "offload_dir") and not uses_disk(c),
+        "names a folder, and nothing goes to disk",
+        'set memory.offload or memory.offload_states to "disk", or leave out memory.offload_dir',
+        {"memory": {"offload_dir": "/tmp"}},
     ),
     Rule(
         "revision of a local model",
@@ -246,7 +339,10 @@ REFUSED_VALUES: tuple[RefusedValue, ...] = (
         ("train.master",), ("bf16", "fp32"), "masters are named in full", 'set train.master = "bfloat16" or "float32"'
     ),
     RefusedValue(
-        ("adapter.name",), ("qlora",), "quantised base weights are not offered yet", 'set adapter.name = "lora"'
+        ("adapter.name",),
+        ("qlora",),
+        "QLoRA is a LoRA over a base in 4 bits",
+        'set adapter.name = "lora" and model.base_weights = "nf4"',
     ),
     RefusedValue(
         ("adapter.name",),

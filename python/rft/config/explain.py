@@ -280,14 +280,15 @@ def _missing(loc: Loc, source: str) -> ConfigError:
 def _unknown(loc: Loc, raw: Any, source: str) -> ConfigError:
     table, name = loc[:-1], str(loc[-1])
     shown = f"unknown key {name!r}" if table else f"unknown table or key {name!r}"
-    variant = _variants(raw).get(table)
+    field = schema.field_at(table) if table else None
+    variant = _variants(raw).get(table) or getattr(field.default if field is not None else None, "name", None)
     own = schema.keys_at(table, variant)
     where = place(source, dotted(table))
     everywhere = list(schema.all_keys())
     if close := difflib.get_close_matches(name, own, n=1, cutoff=0.7):
         return ConfigError(where, f"{shown}; did you mean {close[0]!r}?")
     if table and name in schema.keys_at(table):  # a key of another variant of the same union
-        choices = schema.models_of(schema.field_at(table).annotation)  # type: ignore[union-attr]
+        choices = schema.models_of(field.annotation)  # type: ignore[union-attr]
         variant = variant or next(iter(choices))
         named = schema.join_or([schema.quote(v) for v, model in choices.items() if name in model.model_fields])
         return ConfigError(where, f"{name!r} is no key of name = {schema.quote(variant)}, but of {named}",

@@ -364,6 +364,9 @@ def _absolute_paths(config: Config, source: str, folder: Path, from_sets: set[st
     if adapter_path:
         adapter = config.adapter.model_copy(update={"path": local_or_hub("adapter.path", adapter_path)})
         update["adapter"] = adapter
+    if config.memory.offload_dir:
+        offload_dir = absolute("memory.offload_dir", config.memory.offload_dir)
+        update["memory"] = config.memory.model_copy(update={"offload_dir": offload_dir})
     return config.model_copy(update=update)
 
 

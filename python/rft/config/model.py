@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import Field, PositiveInt
+
 from rft.config.table import Table
+
+
+class RopeConfig(Table):
+    """Rotary positions beyond what the model was trained for. Left out: `data.seq_len` may not be longer than that."""
+
+    target_length: PositiveInt | None = None
+    """Positions that the trained model shall reach. Default, where a method is given: data.seq_len."""
+    method: Literal["auto", "linear", "dynamic", "yarn", "llama3", "longrope", "none"] = "auto"
+    """How frequencies are scaled. `auto`: the kind that the model was trained with, else `yarn`. `none`: not at all, with a warning. Written into the result's config."""
 
 
 class ModelConfig(Table):
@@ -16,8 +27,12 @@ class ModelConfig(Table):
     """Branch, tag or commit of a hub id."""
     attention: Literal["auto", "fa4", "cudnn", "varlen", "flex", "sdpa", "math"] = "auto"
     """How documents are kept apart: `fa4` (flash_attn.cute), `cudnn` (long documents dense, the others varlen), `varlen` (one call), `flex` (soft-cap, sinks), `sdpa` (a call a document), `math` (plain). `auto` takes the first that serves this model here."""
-    base_weights: Literal["bf16", "fp8"] = "bf16"
-    """How frozen weights of the decoder layers are held: `bf16` (as computed with), or `fp8` for LoRA (e4m3 by row, Hopper, Ada and newer; the first and last layer stay)."""
+    base_weights: Literal["bf16", "fp8", "nf4", "int8"] = "bf16"
+    """How frozen weights of the decoder layers are held: `bf16` (as computed with), or `fp8` for LoRA (e4m3 by row, Hopper, Ada and newer; the first and last layer stay), `nf4` (QLoRA: 4.1 bits a number, in bitsandbytes' format) or `int8` (8 bits, a scale a row), quantised while they are read."""
+    keep_ends: int | None = Field(None, ge=0, le=1000)
+    """Decoder layers at each end that `base_weights = "fp8"` leaves in bf16, where rounding costs the most. Default 1."""
+    rope: RopeConfig = RopeConfig()
+    """Longer texts than the model was trained for."""
     add_tokens: list[str] = []
     """New tokens. Their embedding rows are trained and saved so that PEFT loads them."""
     trust_remote_code: bool = False

@@ -18,6 +18,9 @@ from pydantic import (
 
 from rft.config.table import Table
 
+DEFAULT_WARMUP_RATIO = 0.03
+"""Of the steps, where neither `warmup_steps` nor `warmup_ratio` is given."""
+
 
 class _Schedule(Table):
     warmup_steps: NonNegativeInt | None = None
@@ -97,22 +100,111 @@ class GroupConfig(Table):
         return self
 
 
-class AdamWConfig(Table):
-    """AdamW; weight decay on matrices only, never on norms, biases and embeddings."""
+Betas = Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)]
+States = Literal["float32", "bfloat16"]
 
-    name: Literal["adamw"] = "adamw"
+
+class _Optimizer(Table):
+    """Keys that every optimizer has. Its name comes first in each."""
+
+    name: str
     lr: PositiveFloat | Literal["auto"] = "auto"
-    """Peak learning rate. auto: 2e-4 for LoRA, 1e-5 for full fine-tuning."""
+    """Peak learning rate. auto: 2e-4 for LoRA, 1e-5 for full fine-tuning; a fifth of these for Lion, whose every update is a full step."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay."""
-    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field([0.9, 0.999], min_length=2, max_length=2)
-    """Decay of the first and second moment."""
-    eps: PositiveFloat = 1e-8
-    """Added to the denominator."""
+    """Decoupled weight decay; on matrices only, never on norms, biases and embeddings."""
     schedule: ScheduleConfig = CosineSchedule()
     """How the rate moves over the run."""
     groups: list[GroupConfig] = []
     """Rates of their own for parameters by name."""
+    lora_plus_ratio: float | None = Field(None, ge=1, le=10_000)
+    """LoRA+: the rate of every B matrix is that of A times this (16 in the paper). A group of its own for a B comes first."""
+    in_backward: bool = False
+    """Update each weight as soon as its gradient is there, and free the gradient. One process, one micro-batch a step, train.max_grad_norm = "none"."""
 
 
-OptimConfig = AdamWConfig  # becomes a union told apart by `name` with the second optimizer
+class AdamWConfig(_Optimizer):
+    """AdamW."""
+
+    name: Literal["adamw"] = "adamw"
+    betas: Betas = [0.9, 0.999]
+    """Decay of the first and second moment."""
+    eps: PositiveFloat = 1e-8
+    """Added to the denominator."""
+    states: States = "float32"
+    """Type of the moments. `bfloat16` halves them; they are rounded stochastically, so that small changes add up."""
+
+
+class AdamW8bitConfig(_Optimizer):
+    """AdamW whose moments are 8-bit codes with a scale a block. Tensors under 4,096 numbers keep fp32 moments. Not sharded."""
+
+    name: Literal["adamw_8bit"] = "adamw_8bit"
+    betas: Betas = [0.9, 0.999]
+    """Decay of the first and second moment."""
+    eps: PositiveFloat = 1e-8
+    """Added to the denominator."""
+    library: Literal["bitsandbytes", "torchao"] = "bitsandbytes"
+    """Whose code format and kernels. torchao is an extra: `pip install 'rft-llm[torchao]'`."""
+    paged: bool = False
+    """Moments in memory that CUDA moves between GPU and host as needed (bitsandbytes on CUDA)."""
+
+
+class AdafactorConfig(_Optimizer):
+    """Adafactor: of each matrix's second moment a row and a column are kept; no first moment, absolute rates. Not sharded."""
+
+    name: Literal["adafactor"] = "adafactor"
+    decay: float = Field(0.8, gt=0, le=1)
+    """The second moment of step t decays by 1 - t^-decay."""
+    clip: PositiveFloat = 1.0
+    """Largest root mean square of an update, before the rate."""
+
+
+class LionConfig(_Optimizer):
+    """Lion: the sign of an average of gradients; one moment."""
+
+    name: Literal["lion"] = "lion"
+    betas: Betas = [0.9, 0.99]
+    """Share of the moment in the update, and its decay."""
+    states: States = "float32"
+    """Type of the moment. `bfloat16` halves it, rounded stochastically."""
+
+
+class MuonConfig(_Optimizer):
+    """Muon: momentum of hidden matrices made orthogonal, scaled to the size of AdamW's updates; AdamW for embeddings, head, norms and biases."""
+
+    name: Literal["muon"] = "muon"
+    momentum: float = Field(0.95, ge=0, lt=1)
+    """Fraction of the last update kept."""
+    nesterov: bool = True
+    """Look one step ahead."""
+    iterations: int = Field(5, ge=1, le=20)
+    """Newton-Schulz iterations."""
+    betas: Betas = [0.9, 0.999]
+    """Of AdamW."""
+    eps: PositiveFloat = 1e-8
+    """Of AdamW."""
+
+
+def _optimizer_name(value: Any) -> str:
+    return value.get("name", "adamw") if isinstance(value, dict) else getattr(value, "name", "adamw")
+
+
+OptimConfig = Annotated[
+    Annotated[AdamWConfig, Tag("adamw")]
+    | Annotated[AdamW8bitConfig, Tag("adamw_8bit")]
+    | Annotated[AdafactorConfig, Tag("adafactor")]
+    | Annotated[LionConfig, Tag("lion")]
+    | Annotated[MuonConfig, Tag("muon")],
+    Discriminator(_optimizer_name),
+]
+
+
+def state_bytes_per_number(config: OptimConfig) -> float:
+    """Bytes of optimizer state for each trained number, of large matrices; Muon's embeddings and head take 8."""
+    if isinstance(config, AdamW8bitConfig):
+        return 2 + 2 * 4 / 256
+    if isinstance(config, AdafactorConfig):
+        return 0.01
+    if isinstance(config, MuonConfig):
+        return 4.0
+    size = 4.0 if config.states == "float32" else 2.0
+    return size if isinstance(config, LionConfig) else 2 * size

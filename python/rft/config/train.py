@@ -45,5 +45,7 @@ class TrainConfig(Table):
     """Bit-equal repeats on CUDA. auto: on for short packed documents, where it costs under 2 %. A CPU is always deterministic."""
     early_stop: EarlyStopConfig | None = None
     """Stop when the held-out loss stops falling."""
+    on_oom: Literal["fail", "replan"] = "fail"
+    """A step that runs out of memory ends the run, or is made again under the next cheaper memory plan, of keys that are left to rft. One process."""
     out: str | None = None
     """Run directory. Default `runs/<config name>`."""

@@ -16,6 +16,7 @@ from rft.data.loader import Loader
 from rft.data.prepare import SPLIT, describe, evidence, remarks
 from rft.models.tokenizer import TokenizerFiles
 from rft.visible import visible, visible_line
+from rft.words import counted
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -167,7 +168,9 @@ def bars(histogram: Sequence[tuple[int, int, int]], width: int = 40) -> list[str
 def mask_methods(report: dict[str, Any]) -> str:
     """How the spans of the training rows were found, and how much of them is trained, in a sentence."""
     part = report["train"]
-    methods = ", ".join(f"{rows:,} rows by {method}" for method, rows in sorted(part.get("mask_methods", {}).items()))
+    methods = ", ".join(
+        f"{counted(rows, 'row')} by {method}" for method, rows in sorted(part.get("mask_methods", {}).items())
+    )
     return f"{part['trained_tokens']:,} of {part['tokens']:,} tokens trained; {methods}"
 
 

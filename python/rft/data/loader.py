@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections import deque
 from collections.abc import Iterator
@@ -17,7 +18,9 @@ from rft.errors import DataError
 if TYPE_CHECKING:
     from rft._native import Plan, Store
 
-_SLOTS = 4  # micro-batches filled ahead: one is a few 100 kB, so memory is no reason for fewer
+_SLOTS = (
+    8  # micro-batches filled ahead: one is a few 100 kB; the thread is woken for six at a time, so eight keep it ahead
+)
 _ROUND_TO = 64  # tokens; length of a row under packing "none", as the extension rounds it
 _PLANS_KEPT = 2
 _KEEP_FREE = 16 << 20  # bytes
@@ -50,10 +53,15 @@ class Loader:
     ):
         """seq_len: tokens of a pack. packing: stream, bfd, even, sequential or none. overlong: split, truncate, drop or error.
 
-        micro_batch: packs of a `Batch`. balance: the packs of a step are dealt to the ranks by their cost. name: for messages.
+        pad_id: fills up packs; any id of the vocabulary, as nothing is learned there. micro_batch: packs of a `Batch`. balance: the packs of a step are dealt to the ranks by their cost. name: for messages.
         """
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} of {world_size}")
+        if micro_batch < 1:
+            raise ValueError(f"micro_batch = {micro_batch}: wanted 1 or more packs")
+        vocab_size = json.loads(store.manifest)["vocab_size"]
+        if not 0 <= pad_id < vocab_size:
+            raise ValueError(f"pad_id = {pad_id}: wanted an id of the set's vocabulary, 0 to {vocab_size - 1}")
         self.store, self.seq_len, self.packing, self.overlong = store, seq_len, packing, overlong
         self.seed, self.pad_id, self.shuffle, self.name = seed, pad_id, shuffle, name
         self.rank, self.world_size, self.micro_batch, self.balance = rank, world_size, micro_batch, balance
@@ -152,15 +160,31 @@ class Loader:
 class _Slot:
     """Host buffers of one micro-batch, written by the stream's thread; pinned where they are copied to a GPU."""
 
-    def __init__(self, capacity: int, *, pinned: bool, weights: bool):
-        def row(dtype: torch.dtype, length: int = capacity) -> Tensor:
-            return torch.empty(1, length, dtype=dtype, pin_memory=pinned)
-
-        self.ids, self.labels, self.positions = row(torch.int64), row(torch.int64), row(torch.int64)
-        self.cu_seqlens = torch.empty(capacity + 1, dtype=torch.int32, pin_memory=pinned)
-        self.weights = row(torch.float32) if weights else None
+    def __init__(self, ids: Tensor, labels: Tensor, positions: Tensor, cu_seqlens: Tensor, weights: Tensor | None):
+        self.ids, self.labels, self.positions = ids, labels, positions
+        self.cu_seqlens, self.weights = cu_seqlens, weights
         self.copied: Any = None
         """CUDA event after the copy out of these buffers."""
+
+    @classmethod
+    def of(cls, capacity: int, *, pinned: bool, weights: bool) -> _Slot:
+        def row(dtype: torch.dtype) -> Tensor:
+            return torch.empty(1, capacity, dtype=dtype, pin_memory=pinned)
+
+        cu_seqlens = torch.empty(capacity + 1, dtype=torch.int32, pin_memory=pinned)
+        ids, labels, positions = row(torch.int64), row(torch.int64), row(torch.int64)
+        return cls(ids, labels, positions, cu_seqlens, row(torch.float32) if weights else None)
+
+    def another(self) -> _Slot:
+        """New buffers of the same shapes, in ordinary memory: a quarter faster than from sizes and types."""
+        like, weights = torch.empty_like, self.weights
+        return _Slot(
+            like(self.ids),
+            like(self.labels),
+            like(self.positions),
+            like(self.cu_seqlens),
+            None if weights is None else like(weights),
+        )
 
     def addresses(self) -> tuple[int, int, int, int, int | None]:
         weights = None if self.weights is None else self.weights.data_ptr()
@@ -173,41 +197,41 @@ class _Ring:
     batch keeps its buffers, and the slot gets new ones: nothing is copied."""
 
     def __init__(self, stream: Any, capacity: int, device: torch.device, *, weights: bool):
-        self.stream, self.device, self.capacity, self.weights = stream, device, capacity, weights
+        from rft import _native
+
+        self.stream, self.device, self.capacity = stream, device, capacity
+        self.native_error = _native.NativeError
         self.copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         if self.copies is None:
             # glibc gives memory back whenever 128 KiB are free at the end of its heap, unless a larger block was freed once;
             # then every batch would be paid for in page faults.
             torch.empty(_KEEP_FREE, dtype=torch.uint8)
-        self.slots = [self._new() for _ in range(_SLOTS)]
+        pinned = self.copies is not None
+        self.slots = [_Slot.of(capacity, pinned=pinned, weights=weights) for _ in range(_SLOTS)]
         self.waiting: deque[int] = deque()  # slots whose copy may still be under way
         self.submitted = 0
         for number in range(_SLOTS):
             self._submit(number)
 
-    def _new(self) -> _Slot:
-        return _Slot(self.capacity, pinned=self.copies is not None, weights=self.weights)
-
     def take(self) -> tuple[Batch, bool] | None:
         """The next micro-batch and whether it is the last of its step."""
-        from rft import _native
-
-        self._hand_back()
+        if self.waiting:
+            self._hand_back()
         try:
             filled = self.stream.take()
-        except _native.NativeError as error:
+        except self.native_error as error:
             raise DataError(error.where, error.problem, wanted=error.wanted, do=error.do) from None
         if filled is None:
             return None
         self.submitted -= 1
-        number = filled["slot"]
+        number, last, *told = filled
         slot = self.slots[number]
         if self.copies is None:
-            self.slots[number] = self._new()
+            self.slots[number] = slot.another()
             self._submit(number)
         else:
             self.waiting.append(number)
-        return self._batch(slot, filled), filled["last"]
+        return self._batch(slot, *told), last
 
     def _hand_back(self) -> None:
         """Submit slots whose copies are done; wait only if the thread would have none to fill."""
@@ -223,26 +247,36 @@ class _Ring:
         self.stream.submit(number, *self.slots[number].addresses())
         self.submitted += 1
 
-    def _batch(self, slot: _Slot, filled: dict[str, Any]) -> Batch:
-        tokens = filled["tokens"]
-        parts = [slot.ids, slot.labels, slot.positions, *([] if slot.weights is None else [slot.weights])]
+    def _batch(
+        self,
+        slot: _Slot,
+        tokens: int,
+        lengths: tuple[int, ...],
+        pack_tokens: tuple[int, ...],
+        num_tokens: int,
+        num_label_tokens: int,
+        label_weight: float,
+    ) -> Batch:
+        ids, labels, positions, weights = slot.ids, slot.labels, slot.positions, slot.weights
         if tokens != self.capacity:  # rows of their own length
-            parts = [part[:, :tokens] for part in parts]
-        parts.append(slot.cu_seqlens[: filled["documents"] + 1])
+            ids, labels, positions = ids[:, :tokens], labels[:, :tokens], positions[:, :tokens]
+            weights = None if weights is None else weights[:, :tokens]
+        cu_seqlens = slot.cu_seqlens[: len(lengths) + 1]
         if self.copies is not None:
-            parts = self._copy(parts, slot)
-        ids, labels, positions, *weights, cu_seqlens = parts
+            parts = [ids, labels, positions, cu_seqlens, *([] if weights is None else [weights])]
+            ids, labels, positions, cu_seqlens, *own = self._copy(parts, slot)
+            weights = own[0] if own else None
         return Batch(
-            input_ids=ids,
-            labels=labels,
-            position_ids=positions,
-            cu_seqlens=cu_seqlens,
-            weights=weights[0] if weights else None,
-            lengths=filled["lengths"],
-            pack_tokens=filled["pack_tokens"],
-            num_tokens=filled["num_tokens"],
-            num_label_tokens=filled["num_label_tokens"],
-            label_weight=filled["label_weight"],
+            ids,
+            labels,
+            positions,
+            cu_seqlens,
+            weights,
+            lengths,
+            pack_tokens,
+            num_tokens,
+            num_label_tokens,
+            label_weight,
         )
 
     def _copy(self, parts: list[Tensor], slot: _Slot) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,29 +67,36 @@ class PackedSet:
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch | ArrayBatch]:
         """Batches of an epoch from number `start` on, in an order that depends on the seed and the epoch."""
-        return self._batches(epoch, start * self._packs_at_once)
+        return self._batches(_count(epoch, "epoch"), _count(start, "start") * self._packs_at_once)
 
     def state(self, epoch: int, batches: int) -> dict[str, Any]:
         """The position behind that many batches of each rank: {"plan_hash", "epoch", "packs"}, plain JSON.
 
         It knows nothing of ranks, so it may be resumed on another number of them, or with another micro_batch.
         """
-        plan = self._loader.plan(epoch)
-        return {"plan_hash": plan.hash, "epoch": epoch, "packs": min(batches * self._packs_at_once, plan.num_packs)}
+        plan = self._loader.plan(_count(epoch, "epoch"))
+        packs = min(_count(batches, "batches") * self._packs_at_once, plan.num_packs)
+        return {"plan_hash": plan.hash, "epoch": epoch, "packs": packs}
 
     def resume(self, state: dict[str, Any]) -> Iterator[Batch | ArrayBatch]:
         """The rest of the epoch of a `state`, without reading what came before.
 
-        Raises DataError where the set or an option changed since, so that the packs are no longer the same.
+        Raises DataError where the set or an option changed since, so that the packs are no longer the same; ValueError for what
+        `state` never gives.
         """
-        epoch, packs = int(state["epoch"]), int(state["packs"])
-        if self._loader.plan(epoch).hash != state["plan_hash"]:
+        if not isinstance(state, dict) or not {"plan_hash", "epoch", "packs"} <= state.keys():
+            raise ValueError(f"{state!r} is no state: wanted what state() gives, {{plan_hash, epoch, packs}}")
+        epoch, packs = _count(state["epoch"], "epoch"), _count(state["packs"], "packs")
+        plan = self._loader.plan(epoch)
+        if plan.hash != state["plan_hash"]:
             raise DataError(
                 self._loader.store.path,
                 "the state was saved over other packs than these",
                 wanted="the set, seq_len, packing, overlong, seed and shuffle that it was saved with",
                 do="open the set as it was opened then, or begin the epoch anew",
             )
+        if packs > plan.num_packs:
+            raise ValueError(f"the state lies behind {packs} packs, and epoch {epoch} has {plan.num_packs}")
         return self._batches(epoch, packs)
 
     def _batches(self, epoch: int, first_pack: int) -> Iterator[Batch | ArrayBatch]:
@@ -102,6 +110,16 @@ class PackedSet:
     def close(self) -> None:
         """Stop the threads of iterators that were not read to their end."""
         self._loader.close()
+
+
+def _count(value: Any, name: str) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise ValueError(f"{name} = {value!r}: wanted a whole number from 0 up")
+    return number
 
 
 def _as_arrays(batch: Batch) -> ArrayBatch:

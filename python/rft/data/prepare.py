@@ -23,6 +23,7 @@ from rft.data.template import PROBES, ChatTemplate, callback, load_template, nat
 from rft.errors import ConfigError, DataError
 from rft.models.tokenizer import TokenizerFiles
 from rft.visible import visible
+from rft.words import counted
 
 if TYPE_CHECKING:
     from rft._native import Plan, Store
@@ -108,6 +109,7 @@ class _Job:
     renderer: str | None = None
     """Decided once for both sets."""
     told_slow: bool = False
+    told_older: bool = False
 
     def run(self, name: str, files: list[SourceFile], holdout: dict[str, Any] | None) -> tuple[Store, dict[str, Any]]:
         from rft import _native
@@ -146,6 +148,9 @@ class _Job:
             self.told_slow = True
             reason = counts["slow_tokenizer"]
             log.warn(f"tokenizer: the tokenizers library does the work, many times slower, because {reason}")
+        # A set is found again by what is in its files; they may have other names by now.
+        for told, source in zip(counts.get("sources", []), spec["sources"], strict=False):
+            told["path"] = source["path"]
         report = {**counts, "key": key, "store": store.path, "reused": not made["written"]}
         report["seconds"] = round(time.perf_counter() - began, 3)
         report["paths"] = list(dict.fromkeys(file.config.path for file in files))
@@ -154,14 +159,16 @@ class _Job:
     def _say_what_was_there(self, made: dict[str, Any]) -> None:
         if made["resumed_rows"]:
             log.say(
-                "data", f"went on behind {made['resumed_rows']:,} rows that an earlier run, which was stopped, had done"
+                "data",
+                f"went on behind {counted(made['resumed_rows'], 'row')} that an earlier run, which was stopped, had done",
             )
-        older = self.folder.older_formats()
+        older = [] if self.told_older else self.folder.older_formats()
         if older:
+            self.told_older = True
             log.say(
                 "data",
-                f"{len(older)} prepared sets in {shown_path(str(self.folder.root))} are of another format version: "
-                "prepared anew (`rft data prune` removes them)",
+                f"{counted(len(older), 'prepared set')} of another format version in {shown_path(str(self.folder.root))}: "
+                "prepared anew where needed (`rft data prune` removes them)",
             )
 
     def spec(self, files: list[SourceFile], holdout: dict[str, Any] | None) -> dict[str, Any]:
@@ -299,16 +306,16 @@ def _sentence(name: str, part: dict[str, Any], report: dict[str, Any]) -> str:
         template = (
             f", template: {report['template']['name']}" if report.get("template") and _uses_template(part) else ""
         )
-        rows = f"{_names(part['paths'])}: {part['read']:,} rows ({formats}{template})"
+        rows = f"{_names(part['paths'])}: {counted(part['read'], 'row')} ({formats}{template})"
         held = f", {elsewhere['held out']:,} held out" if elsewhere.get("held out") else ""
         pieces = [("held out: " if name == "eval" else "") + rows, f"{part['kept']:,} kept, {lost}{held}"]
     if part.get("repeats"):
-        pieces.append(f"{part['repeats']:,} repeats by weight")
+        pieces.append(f"{counted(part['repeats'], 'repeat')} by weight")
     pieces.append(f"{_short(part['tokens'])} tokens, {share(part['trained_tokens'], part['tokens'])} trained")
     plan = part.get("plan")
     if plan:
         size = f" of {plan['seq_len']:,}" if plan["packing"] != "none" else ""
-        pieces.append(f"{plan['packs']:,} packs{size}, {100 * plan['fill']:.1f} % full")
+        pieces.append(f"{counted(plan['packs'], 'pack')}{size}, {100 * plan['fill']:.1f} % full")
         pieces += _overlong(plan)
     pieces.append("prepared before" if part["reused"] else f"{part['seconds']:.1f} s")
     return " · ".join(pieces)
@@ -321,7 +328,7 @@ def _overlong(plan: dict[str, Any]) -> list[str]:
         "cut": plan["truncated_documents"],
         "left out": plan["dropped_documents"],
     }
-    words = [f"{count:,} documents over seq_len {how}" for how, count in found.items() if count]
+    words = [f"{counted(count, 'document')} over seq_len {how}" for how, count in found.items() if count]
     if plan["unlabelled_tokens"]:
         words.append(f"{_short(plan['unlabelled_tokens'])} tokens of pieces without a label left out")
     return words
@@ -362,33 +369,33 @@ def _remarks(part: dict[str, Any]) -> list[str]:
     straddling = part.get("straddling_tokens", 0)
     if straddling > _MANY_STRADDLING * part["tokens"]:
         rate = 100 * straddling / part["tokens"]
-        texts.append(f"{straddling:,} tokens lie across the border of trained text ({rate:.2f} %): they are trained")
+        texts.append(f"{counted(straddling, 'token')} across the border of trained text ({rate:.2f} %): trained")
     if part.get("control_token_rows"):
-        texts.append(f"{part['control_token_rows']:,} rows spell control tokens: kept as ordinary text")
+        texts.append(f"control tokens spelled in {counted(part['control_token_rows'], 'row')}: kept as ordinary text")
     if part.get("split_rows"):
         texts.append(
-            f"{part['split_rows']:,} chats became {part['documents_of_split_rows']:,} documents, one a turn: the template "
+            f"{counted(part['split_rows'], 'chat')} became {counted(part['documents_of_split_rows'], 'document')}, one a turn: the template "
             'drops reasoning of earlier turns (data.thinking = "keep" or "template" leaves them whole)'
         )
     if part.get("reasoning_lost"):
         texts.append(
-            f"{part['reasoning_lost']:,} reasoning blocks of {part['reasoning_lost_rows']:,} rows are not written by the "
-            "template: trained without them"
+            f"not written by the template: {counted(part['reasoning_lost'], 'reasoning block')} of "
+            f"{counted(part['reasoning_lost_rows'], 'row')}, trained without"
         )
     kept = part.get("mask_methods", {}).get("turns with their reasoning put back", 0)
     if kept:
-        texts.append(f"reasoning of earlier turns, which the template drops, was put back in {kept:,} rows")
+        texts.append(f"reasoning of earlier turns, which the template drops, was put back in {counted(kept, 'row')}")
     if part.get("tools_ignored_rows"):
-        texts.append(f"{part['tools_ignored_rows']:,} rows have tools that the template does not write")
+        texts.append(f"tools that the template does not write: in {counted(part['tools_ignored_rows'], 'row')}")
     if part.get("unended_rows"):
         texts.append(
-            f"in {part['unended_rows']:,} chats no control token ends what is trained on, so they do not teach the model "
-            "to stop: the template writes none there (data.template takes a copy of it that does)"
+            f"in {counted(part['unended_rows'], 'chat')} no control token ends what is trained on, so the model is not "
+            "taught to stop there: the template writes none (data.template takes a copy of it that does)"
         )
     unused = part.get("unused_fields", {})
     if unused:
         named = sorted(unused, key=lambda field: (-unused[field], field))
-        shown = ", ".join(f"{visible(field)} ({unused[field]:,} rows)" for field in named[:8])
+        shown = ", ".join(f"{visible(field)} ({counted(unused[field], 'row')})" for field in named[:8])
         more = f" and {len(named) - 8} more" if len(named) > 8 else ""
         texts.append(f"fields of the rows that are not used: {shown}{more}")
     return texts

@@ -9,7 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rft import log
 from rft.errors import DataError, RftError
+from rft.words import counted
 
 if TYPE_CHECKING:
     from rft._native import NativeError
@@ -45,7 +47,7 @@ def remote_files(path: str, where: str, choose: Choose) -> list[Path] | list[str
         pattern = _pattern(path)
         found = [name for name in names if pattern.fullmatch(name)]
         if not found:
-            raise DataError(where, f"{path} matches none of the {len(names):,} files below {folder}")
+            raise DataError(where, f"{path} matches none of the {counted(len(names), 'file')} below {folder}")
         return found
     return choose([name for name in names if "/." not in "/" + name.removeprefix(folder)], folder, where)
 
@@ -88,7 +90,7 @@ def _pattern(path: str) -> re.Pattern[str]:
 
 def _hub_files(path: str, where: str, choose: Choose) -> list[Path]:
     """Files of a data set in the hub client's cache: those of its train split, or of a pattern."""
-    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub import HfApi, constants, hf_hub_download
 
     match = re.fullmatch(re.escape(_HUB) + r"([\w.-]+/[\w.-]+)(?:@([^/]+))?(?:/(.*))?", path)
     if match is None:
@@ -96,20 +98,50 @@ def _hub_files(path: str, where: str, choose: Choose) -> list[Path]:
     repository, revision, pattern = match.group(1), match.group(2), match.group(3)
     try:
         info = HfApi().dataset_info(repository, revision=revision)
-        names = [file.rfilename for file in info.siblings or []]
+        commit, names, cached = str(info.sha), [file.rfilename for file in info.siblings or []], None
     except Exception as error:  # the hub client raises many kinds: each ends the run here
-        raise _hub_error(error, path, repository, where) from None
+        cached = _cached_snapshot(repository, revision) if _out_of_reach(error) else None
+        if cached is None:
+            raise _hub_error(error, path, repository, where) from None
+        commit, names = cached.name, sorted(f.relative_to(cached).as_posix() for f in cached.rglob("*") if f.is_file())
     if pattern:
         wanted = _pattern(pattern.rstrip("/") + "/**" if pattern.endswith("/") else pattern)
         chosen = sorted(name for name in names if wanted.fullmatch(name))
         if not chosen:
-            raise DataError(where, f"{path} matches none of the {len(names):,} files of the data set")
+            raise DataError(where, f"{path} matches none of the {counted(len(names), 'file')} of the data set")
     else:
         chosen = _train_split(choose(sorted(n for n in names if not n.startswith(".")), path, where), path, where)
+    if cached is not None:
+        which = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
+        held = f"{counted(len(chosen), 'file')} of commit {commit[:7]}"
+        log.warn(
+            f"{path}: {which}; read from the local cache, which holds {held}",
+            do="compare with the hub if that is not all",
+        )
+        return [cached / name for name in chosen]
     try:
-        return [Path(hf_hub_download(repository, name, repo_type="dataset", revision=info.sha)) for name in chosen]
+        return [Path(hf_hub_download(repository, name, repo_type="dataset", revision=commit)) for name in chosen]
     except Exception as error:
         raise _hub_error(error, path, repository, where) from None
+
+
+def _out_of_reach(error: Exception) -> bool:
+    """Whether the hub was not asked, or gave no answer: a data set that it does not have is another matter."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if isinstance(error, HfHubHTTPError):
+        return error.response is not None and error.response.status_code >= 500
+    return isinstance(error, OSError) or "Connect" in type(error).__name__ or "Timeout" in type(error).__name__
+
+
+def _cached_snapshot(repository: str, revision: str | None) -> Path | None:
+    """The folder of the hub client's cache that holds what was fetched of this revision before."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(repository, repo_type="dataset", revision=revision, local_files_only=True))
+    except (OSError, ValueError):  # nothing of it is there
+        return None
 
 
 def _train_split(names: list[str], path: str, where: str) -> list[str]:

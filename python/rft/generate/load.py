@@ -14,6 +14,7 @@ from rft.config.model import ModelConfig
 from rft.data.conversation import PromptEncoder
 from rft.data.template import ChatTemplate, load_template
 from rft.models.load import build_meta, find_model, materialise
+from rft.models.rope import settle_dynamic
 from rft.models.source import ModelSource
 from rft.models.tokenizer import TokenizerFiles, load_tokenizer
 
@@ -57,6 +58,7 @@ def load_speaker(target: Target, *, device: torch.device | None = None, dtype: t
         initialise(model, lora, seed=0)
     else:
         materialise(model, source, device)
+    settle_dynamic(model, target.model.rope.target_length)
     model.eval()
     template = _template(target, tokenizer, home)
     return Speaker(model, PromptEncoder(template, tokenizer), device, target.name, source)

@@ -49,7 +49,7 @@ def answer(
         raise DataError(
             "conversation",
             f"it has {len(prompt):,} tokens, and the model has positions for {speaker.max_positions:,}",
-            do="start over with /new",
+            do="shorten it, or start over with /new",
         )
     ends = speaker.encoder.turn_ends() | _listed_ends(speaker.model)
     stream = TextStream(speaker.tokenizer, ends, on_text)

@@ -1,62 +1,40 @@
-"""Bytes and time of a step -> how many packs at once and which layers are computed again: the fastest that fits.
+"""Bytes and seconds of every way to run a step -> the fastest that fits.
 
-The byte model counts what each decoder layer keeps of a token by kind: inputs of norms and linears, q, k, v and the attention's
-output, gate and up, and what of the MLP is made again in the backward pass by the fused kernels. It is held against what autograd
-really saves in tests/memory/test_planner.py. Time is a roofline: the host has to launch every layer of a micro-batch, the device has to
-compute it, and the slower of the two is what a micro-batch takes.
+`sizes.py` counts bytes, `speed.py` seconds, `devices.py` what the hardware does, `modes.py` what this version can carry out. The choice: the
+fastest plan that fits; among nearly as fast ones the one with the least memory.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
-from rft.models.describe import Facts
+from rft.memory import modes
+from rft.memory.plan import MemoryPlan, Place, Recompute
+from rft.memory.sizes import GIB, Problem, Sizes, sizes
+from rft.memory.speed import Machinery, Times, seconds
 
-GIB = 2**30
-Recompute = Literal["none", "full"] | int
+__all__ = ["GIB", "Choice", "Given", "Planned", "Problem", "plan"]
 
-RESERVED_BYTES = int(1.2 * GIB)
-"""The CUDA context, cuBLAS workspaces and compiled kernels of a process."""
-FRAGMENTATION = 0.06
-"""Share of memory that the allocator cannot use."""
-HOST_SECONDS_PER_LAYER = {True: 2.5e-3, False: 8e-3}
-"""Launching one decoder layer forward and backward, with the fused blocks and with PEFT's own modules. The second is measured: SmolLM2-135M
-with LoRA, 4,096 tokens a micro-batch, 15,000 tok/s on an H200, 30 layers (docs/design-notes.md)."""
-EFFICIENCY = 0.6
-"""Share of the vendor's peak that matmuls of a training step reach, attention and elementwise passes included."""
-DEFAULT_PEAK = 100e12
-"""FLOP/s assumed of a device that is not in the table."""
 WORTH = 0.03
 """A choice that takes more memory has to be faster by this share."""
-EVERY = (4, 3, 2)
+LESS = 0.9
+"""A cheaper plan takes at most this share of the memory, or it would fail again."""
 
 
 @dataclass(frozen=True)
-class Problem:
-    """What is to be planned: one rank's part of a step."""
+class Given:
+    """What is not to be chosen. None: choose."""
 
-    facts: Facts
-    state_bytes: int
-    """Weights, gradients and optimizer states that this rank holds."""
-    gathered_bytes: int
-    """Weights of layers and head that are whole for a moment although sharded; 0 where they are not."""
-    seq_len: int
-    packs: int
-    """Packs of a step on this rank; micro-batches divide it."""
-    memory_bytes: int
-    kernels: bool
-    trained_in_full: bool
-    itemsize: int
-    chunk_rows: int
-    """Rows of logits at a time."""
-    peak_flops: float
     micro_batch: int | None = None
-    """Given by the user."""
     recompute: Recompute | None = None
-    """Given by the user."""
+    offload: Place | None = "none"
+    tiled_mlp: int | None = None
+    chunk_rows: int | Literal["least"] = 4096
+    offload_states: Place = "none"
+    in_backward: bool = False
     can_recompute: bool = True
 
 
@@ -64,143 +42,233 @@ class Problem:
 class Choice:
     """One way to run the step."""
 
-    micro_batch: int
-    recompute: Recompute
-    bytes: dict[str, int]
-    """By category."""
-    seconds: float
-    """Of the whole step on this rank, as modelled."""
+    plan: MemoryPlan
+    sizes: Sizes
+    times: Times
 
     @property
     def total(self) -> int:
-        return sum(self.bytes.values())
+        """Bytes of the GPU, everything included."""
+        return self.sizes.total
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step on this rank, as modelled."""
+        return self.times.step
 
 
 @dataclass(frozen=True)
-class Plan:
+class Planned:
     """What was chosen and why, and what else there was."""
 
+    problem: Problem
+    machinery: Machinery
     chosen: Choice
     fits: bool
-    budget_bytes: int
     alternatives: tuple[Choice, ...]
+
+    @property
+    def budget(self) -> int:
+        return self.problem.memory_bytes
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of one rank."""
+        return self.problem.packs * self.problem.seq_len / self.chosen.seconds
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for the run directory: bytes, seconds, tokens."""
+        chosen = self.chosen
+        return {
+            "plan": vars(chosen.plan), "fits": self.fits, "allocated": chosen.sizes.allocated, "beside": chosen.sizes.beside,
+            "peak_bytes": chosen.sizes.peak, "limit_bytes": self.budget, "host_bytes": chosen.sizes.host, "disk_bytes": chosen.sizes.disk,
+            "moment": chosen.sizes.moment, "seconds": chosen.times.parts, "step_seconds": chosen.seconds,
+            "tokens_per_second": self.tokens_per_second, "rates": self.machinery.rates.source, "alternatives": self.nearest(),
+        }  # fmt: skip
 
     def why_micro_batch(self) -> str:
         choice = self.chosen
         fuller = [
-            a for a in self.alternatives if a.micro_batch > choice.micro_batch and a.recompute == choice.recompute
+            a
+            for a in self.alternatives
+            if _but(a, choice, "micro_batch") and a.plan.micro_batch > choice.plan.micro_batch
         ]
         if not self.fits:
-            return f"the least; needs about {_gib(choice.total)} of {_gib(self.budget_bytes)} GiB all the same"
-        if any(a.total > self.budget_bytes for a in fuller):
-            return f"the most that fits: about {_gib(choice.total)} of {_gib(self.budget_bytes)} GiB"
+            return f"the least; needs about {_gib(choice.total)} of {_gib(self.budget)} GiB all the same"
+        if any(a.total > self.budget for a in fuller):
+            return f"the most that fits: about {_gib(choice.total)} of {_gib(self.budget)} GiB"
         if fuller:
             return f"fills the GPU; more would gain under {WORTH:.0%} (about {_gib(choice.total)} GiB)"
-        return f"the whole step at once takes about {_gib(choice.total)} of {_gib(self.budget_bytes)} GiB"
+        return f"the whole step at once takes about {_gib(choice.total)} of {_gib(self.budget)} GiB"
 
     def why_recompute(self) -> str:
-        choice, own = self.chosen, self.chosen.recompute
-        if own == "none":
-            return f"about {_gib(choice.total)} of {_gib(self.budget_bytes)} GiB without it"
-        plain = next(
-            (a for a in self.alternatives if a.recompute == "none" and a.micro_batch == choice.micro_batch), None
-        )
+        choice = self.chosen
+        if choice.plan.recompute == "none":
+            return f"about {_gib(choice.total)} of {_gib(self.budget)} GiB without it"
+        plain = next((a for a in self.alternatives if a.plan == replace(choice.plan, recompute="none")), None)
         without = f"; without it {_gib(plain.total)}" if plain else ""
-        return f"about {_gib(choice.total)} of {_gib(self.budget_bytes)} GiB{without}"
+        return f"about {_gib(choice.total)} of {_gib(self.budget)} GiB{without}"
+
+    def why_offload(self) -> str:
+        choice = self.chosen
+        if choice.plan.offload == "none":
+            return "fits without it" if self.fits else "would not be enough"
+        host = f"{_gib(choice.sizes.host)} GiB of the machine's memory"
+        return f"{host}; without it the GPU would need {_gib(self._without(offload='none'))} GiB"
+
+    def why_tiled_mlp(self) -> str:
+        if self.chosen.plan.tiled_mlp == 1:
+            return "whole MLPs fit" if self.fits else "would not be enough"
+        return f"whole MLPs would need {_gib(self._without(tiled_mlp=1))} GiB"
+
+    def _without(self, **changes: object) -> int:
+        plain = replace(self.chosen.plan, **changes)  # type: ignore[arg-type]
+        return sizes(self.problem, plain).total
+
+    def nearest(self, count: int = 2) -> list[str]:
+        """The nearest alternatives with their cost: less memory first, then faster ones that do not fit."""
+        chosen = self.chosen
+        smaller = sorted(
+            (a for a in self.alternatives if a.total < LESS * chosen.total), key=lambda a: (a.seconds, a.total)
+        )
+        words = [compare(chosen, a) for a in _front(smaller)[:count]]
+        if len(words) < count:
+            faster = [
+                a for a in self.alternatives if a.seconds < chosen.seconds * (1 - WORTH) and a.total > self.budget
+            ]
+            words += [compare(chosen, a) for a in sorted(faster, key=lambda a: a.total)[: count - len(words)]]
+        return words
+
+    def cheaper(self, than: MemoryPlan | None = None) -> MemoryPlan | None:
+        """The fastest plan with the same micro-batch that takes at least a tenth less memory than `than`; None: there is none."""
+        old = sizes(self.problem, than or self.chosen.plan).total
+        micro_batch = (than or self.chosen.plan).micro_batch
+        smaller = [a for a in self.alternatives if a.total <= LESS * old and a.plan.micro_batch == micro_batch]
+        return min(smaller, key=lambda a: a.seconds).plan if smaller else None
+
+    def cheapest_change(self) -> str | None:
+        """In words, what to set for the next cheaper plan."""
+        found = self.cheaper()
+        if found is None:
+            smaller = [a for a in self.alternatives if a.total <= LESS * self.chosen.total]
+            if not smaller:
+                return None
+            return "set " + compare(self.chosen, min(smaller, key=lambda a: a.seconds), keys=True)
+        return "set " + compare(self.chosen, next(a for a in self.alternatives if a.plan == found), keys=True)
+
+    def largest(self, count: int = 3) -> list[tuple[str, int]]:
+        """The largest categories of the chosen plan."""
+        return self.chosen.sizes.largest(count)
+
+
+def _but(a: Choice, b: Choice, key: str) -> bool:
+    """Whether two plans differ in that key alone."""
+    return replace(a.plan, **{key: getattr(b.plan, key)}) == b.plan
+
+
+def _front(by_time: list[Choice]) -> list[Choice]:
+    """Those of which none faster takes less memory."""
+    front: list[Choice] = []
+    for choice in by_time:
+        if not front or choice.total < LESS * front[-1].total:
+            front.append(choice)
+    return front
+
+
+_KEYS = {
+    "micro_batch": "train.micro_batch",
+    "recompute": "memory.recompute",
+    "offload": "memory.offload",
+    "tiled_mlp": "memory.tiled_mlp",
+    "chunk_rows": "loss.chunk_rows",
+    "offload_states": "memory.offload_states",
+    "in_backward": "optim.in_backward",
+}
+
+
+def compare(one: Choice, other: Choice, *, keys: bool = False) -> str:
+    """`recompute full: -14.2 GiB, 9 % slower`; keys: as the config spells them."""
+    parts = []
+    for name, key in _KEYS.items():
+        value = getattr(other.plan, name)
+        if value != getattr(one.plan, name):
+            if keys:
+                shown = f'"{value}"' if isinstance(value, str) else str(value).lower()
+                parts.append(f"{key} = {shown}")
+            else:
+                every = f"every {value}" if name == "recompute" and isinstance(value, int) else str(value)
+                parts.append(f"{name.replace('_', ' ')} {every}")
+    gib = (other.total - one.total) / GIB
+    ratio = other.seconds / one.seconds - 1
+    speed = (
+        f"{ratio:.0%} slower"
+        if ratio >= 0.005
+        else f"{1 / (1 + ratio) - 1:.0%} faster"
+        if ratio <= -0.005
+        else "as fast"
+    )
+    return f"{', '.join(parts)}: {gib:+.1f} GiB, {speed}".replace("%", " %")
 
 
 def _gib(count: float) -> str:
     return f"{count / GIB:.1f}"
 
 
-def layer_bytes(problem: Problem, tokens: int) -> dict[str, int]:
-    """What one decoder layer keeps for its backward pass, by kind."""
-    f, size = problem.facts, problem.itemsize
-    hidden, inner = f.hidden_size, f.intermediate_size
-    q, kv = f.num_heads * f.head_size, (f.num_kv_heads or f.num_heads) * f.head_size
-    of_mlp = 2 * inner  # gate and up
-    if problem.trained_in_full:
-        of_mlp += inner  # the input of down_proj
-    if not problem.kernels:
-        of_mlp = 4 * inner  # gate, activation(gate), up, and their product
-    norms = (
-        2 * hidden if problem.kernels or not problem.trained_in_full else 4 * hidden
-    )  # what a trained weight multiplies
-    return {
-        "norms": tokens * norms * size,
-        "linear inputs": tokens * 2 * hidden * size,
-        "attention": tokens * (2 * q + 2 * kv) * size + tokens * f.num_heads * 4,
-        "mlp": tokens * of_mlp * size,
-    }
-
-
-def bytes_of(problem: Problem, micro_batch: int, recompute: Recompute) -> dict[str, int]:
-    """Peak bytes of a step by category."""
-    f, tokens = problem.facts, micro_batch * problem.seq_len
-    a_layer = sum(layer_bytes(problem, tokens).values())
-    again = math.ceil(f.num_layers / _every(recompute)) if recompute != "none" else 0
-    kept_input = tokens * f.hidden_size * problem.itemsize
-    activations = (f.num_layers - again) * a_layer + again * kept_input
-    # one layer's own backward: gradients of gate, up, their product and of the stream, and what is made again of it
-    transient = tokens * (4 * f.intermediate_size + 4 * f.hidden_size) * problem.itemsize + (a_layer if again else 0)
-    return {
-        "weights, gradients, optimizer": problem.state_bytes + problem.gathered_bytes,
-        "activations": activations + 3 * kept_input,
-        "backward of a layer": transient,
-        "loss": loss_bytes(problem, tokens),
-        "reserved": RESERVED_BYTES,
-    }
-
-
-def loss_bytes(problem: Problem, tokens: int) -> int:
-    """Logits of one chunk, sums of gradients in fp32, and the labelled rows."""
-    f = problem.facts
-    rows = min(problem.chunk_rows, tokens)
-    logits = rows * f.vocab_size * (problem.itemsize if problem.kernels else 12)
-    sums = f.vocab_size * f.hidden_size * 6 if problem.trained_in_full else rows * f.hidden_size * 4
-    return logits + sums + 2 * tokens * f.hidden_size * problem.itemsize
-
-
-def seconds_of(problem: Problem, micro_batch: int, recompute: Recompute) -> float:
-    """Modelled time of the step: launching or computing, whichever is slower."""
-    f, tokens = problem.facts, micro_batch * problem.seq_len
-    flops = f.flops([problem.seq_len] * micro_batch)
-    layers = (f.matmul_frozen + f.matmul_trained) - f.vocab_size * f.hidden_size
-    share = 0.0 if recompute == "none" else 1 / _every(recompute)
-    again = 2 * tokens * max(layers, 0) * share
-    device = (flops + again) / (EFFICIENCY * problem.peak_flops)
-    host = f.num_layers * HOST_SECONDS_PER_LAYER[problem.kernels] * (1 + share / 3)
-    return max(device, host) * math.ceil(problem.packs / micro_batch)
-
-
-def _every(recompute: Recompute) -> int:
-    return 1 if recompute in ("full", "none") else int(recompute)
-
-
-def choices(problem: Problem) -> Iterator[Choice]:
-    """Every way to run the step, the least memory last."""
-    batches = (
-        [problem.micro_batch]
-        if problem.micro_batch
-        else [n for n in range(1, problem.packs + 1) if problem.packs % n == 0]
-    )
-    kinds: list[Recompute] = ["none", *(EVERY if problem.facts.num_layers > 1 else ()), "full"]
-    if problem.recompute is not None:
-        kinds = [problem.recompute]
-    elif not problem.can_recompute:
+def choices(problem: Problem, given: Given, machinery: Machinery) -> Iterator[Choice]:
+    """Every way to run the step that this version has."""
+    batches = [given.micro_batch] if given.micro_batch else divisors(problem.packs)
+    kinds: list[Recompute] = [*modes.RECOMPUTE, *(modes.EVERY if problem.facts.num_layers > 1 else ())]
+    if given.recompute is not None:
+        kinds = [given.recompute]
+    elif not given.can_recompute:
         kinds = ["none"]
+    places: tuple[Place, ...] = modes.OFFLOAD if given.offload is None else (given.offload,)
+    tiles = modes.TILES if given.tiled_mlp is None else (given.tiled_mlp,)
     for kind in kinds:
-        for batch in reversed(batches):
-            yield Choice(batch, kind, bytes_of(problem, batch, kind), seconds_of(problem, batch, kind))
+        for place in places:
+            for tile in tiles:
+                for batch in reversed(batches):
+                    made = MemoryPlan(
+                        recompute=kind, offload=place, tiled_mlp=tile, chunk_rows=given.chunk_rows, micro_batch=batch,
+                        offload_states=given.offload_states, in_backward=given.in_backward,
+                    )  # fmt: skip
+                    yield Choice(made, sizes(problem, made), seconds(problem, made, machinery))
 
 
-def plan(problem: Problem) -> Plan:
+def fits(problem: Problem, choice: Choice) -> bool:
+    """On the GPU, and what is offloaded into the machine's memory."""
+    return choice.total <= problem.memory_bytes and choice.sizes.host <= (problem.host_bytes or choice.sizes.host)
+
+
+def divisors(number: int) -> list[int]:
+    """Of a positive number, ascending."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]
+
+
+def plan(problem: Problem, given: Given, machinery: Machinery) -> Planned:
     """The fastest that fits; among nearly as fast ones the smallest. Where nothing fits, the smallest, and `fits` is False."""
-    budget = int(problem.memory_bytes * (1 - FRAGMENTATION))
-    every = list(choices(problem))
-    fitting = [c for c in every if c.total <= budget]
+    every = tuple(choices(problem, given, machinery))
+    fitting = [c for c in every if fits(problem, c)]
     if not fitting:
-        return Plan(min(every, key=lambda c: c.total), False, budget, tuple(every))
+        return Planned(problem, machinery, min(every, key=lambda c: c.total), False, every)
     fastest = min(c.seconds for c in fitting)
     near = [c for c in fitting if c.seconds <= fastest * (1 + WORTH)]
-    return Plan(min(near, key=lambda c: (c.total, c.seconds)), True, budget, tuple(every))
+    chosen = min(near, key=lambda c: (c.total, c.seconds))
+    return Planned(problem, machinery, chosen, True, every)
+
+
+def planned(problem: Problem, chosen: MemoryPlan, given: Given, machinery: Machinery) -> Planned:
+    """A plan that is decided already, beside what else there is."""
+    made = Choice(chosen, sizes(problem, chosen), seconds(problem, chosen, machinery))
+    return Planned(problem, machinery, made, fits(problem, made), tuple(choices(problem, given, machinery)))
+
+
+def again(old: Planned, problem: Problem) -> Planned:
+    """The same plans for a problem of which more is known by now."""
+
+    def at(choice: Choice) -> Choice:
+        return Choice(choice.plan, sizes(problem, choice.plan), seconds(problem, choice.plan, old.machinery))
+
+    chosen = at(old.chosen)
+    return Planned(problem, old.machinery, chosen, fits(problem, chosen), tuple(at(a) for a in old.alternatives))

@@ -1,21 +1,31 @@
-"""Decoder layers that keep their input alone and are computed again in the backward pass."""
+"""Decoder layers that keep little and are computed again in the backward pass; their attention may be kept.
+
+`none`: everything is kept. `full`: a layer keeps its input. A number n: so does every n-th. `selective`: a layer keeps its input and the
+output and log-sum-exp of its attention, so that everything is computed again but attention, which grows with the square of the length.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rft.errors import Refused
+from rft.memory.offload import Offloader
+from rft.models.attention_kept import KeptAttention
+
+Recompute = Literal["none", "selective", "full"] | int
+Call = Callable[..., Any]
 
 
-def recomputed(recompute: Literal["none", "full"] | int, num_layers: int) -> list[int]:
+def recomputed(recompute: Recompute, num_layers: int) -> list[int]:
     """Which layers: all, none, or every n-th counted from the first, whose activations are held longest."""
     if recompute == "none":
         return []
-    return list(range(0, num_layers, 1 if recompute == "full" else recompute))
+    return list(range(0, num_layers, recompute if isinstance(recompute, int) else 1))
 
 
 def why_not(layers: Sequence[nn.Module]) -> str | None:
@@ -24,31 +34,55 @@ def why_not(layers: Sequence[nn.Module]) -> str | None:
     return None if other is None else f"{other} has no checkpointing of transformers' layers"
 
 
-def apply_recompute(layers: Sequence[nn.Module], recompute: Literal["none", "full"] | int) -> int:
-    """Mark the layers, in place, and return how many. Raises Refused where the model's layers have no place for it.
+def apply_recompute(layers: Sequence[nn.Module], recompute: Recompute, offloader: Offloader | None = None) -> int:
+    """Mark the layers, in place, and return how many are computed again. Raises Refused where the model's layers have no place for it.
 
     Before compile and sharding. It sets what `transformers` itself reads in each layer's call, without its
     `gradient_checkpointing_enable`, which would ask for a gradient of the embeddings below the first adapter.
+    offloader: takes what the layers keep; every layer is marked then.
     """
-    chosen = recomputed(recompute, len(layers))
-    if chosen and (why := why_not(layers)):
-        raise Refused(f"memory.recompute = {recompute!r}", why, do='set memory.recompute = "none"')
-    for index in chosen:
-        layer: Any = layers[index]
-        keep_rng = any(isinstance(m, nn.Dropout) and m.p > 0 for m in layer.modules()) or _attention_drops(layer)
+    chosen = set(recomputed(recompute, len(layers)))
+    marked = range(len(layers)) if offloader is not None else chosen
+    if marked and (why := why_not(layers)):
+        what = f"memory.recompute = {recompute!r}" if chosen else f'memory.offload = "{offloader and offloader.where}"'
+        raise Refused(what, why, do='set memory.recompute = "none" and leave out memory.offload')
+    for index, module in enumerate(layers):
+        layer: Any = module
+        if index not in marked:
+            if hasattr(layer, "gradient_checkpointing"):
+                layer.gradient_checkpointing = False  # an earlier plan of this run may have marked it
+            continue
         layer.gradient_checkpointing = True
-        layer._gradient_checkpointing_func = _checkpoint_with_rng if keep_rng else _checkpoint
+        run: Call = _run_once
+        if index in chosen:
+            run = partial(_selective if recompute == "selective" else _full, _draws(layer), offloader)
+        layer._gradient_checkpointing_func = (
+            run if offloader is None else partial(_offloaded, offloader, index, layer, run)
+        )
     return len(chosen)
 
 
-def _attention_drops(layer: nn.Module) -> bool:
-    return any(getattr(m, "attention_dropout", 0.0) for m in layer.modules())
+def _draws(layer: nn.Module) -> bool:
+    """Whether anything random is inside. Else the generators' states need not be saved and set again, two copies a layer."""
+    dropouts = (isinstance(m, nn.Dropout) and m.p > 0 for m in layer.modules())
+    return any(dropouts) or any(getattr(m, "attention_dropout", 0.0) for m in layer.modules())
 
 
-def _checkpoint(call: Any, *args: Any, **kwargs: Any) -> Any:
-    # Nothing random inside: the generators' states need not be saved and set again, two copies a layer
-    return checkpoint(call, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+def _run_once(call: Call, *args: Any, **kwargs: Any) -> Any:
+    return call(*args, **kwargs)
 
 
-def _checkpoint_with_rng(call: Any, *args: Any, **kwargs: Any) -> Any:
-    return checkpoint(call, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
+def _full(draws: bool, offloader: Offloader | None, call: Call, *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(call, *args, use_reentrant=False, preserve_rng_state=draws, **kwargs)
+
+
+def _selective(draws: bool, offloader: Offloader | None, call: Call, *args: Any, **kwargs: Any) -> Any:
+    kept = KeptAttention() if offloader is None else KeptAttention(offloader.pack, offloader.unpack)
+    return checkpoint(call, *args, use_reentrant=False, preserve_rng_state=draws, context_fn=kept.contexts, **kwargs)
+
+
+def _offloaded(
+    offloader: Offloader, index: int, layer: nn.Module, run: Call, call: Call, *args: Any, **kwargs: Any
+) -> Any:
+    with offloader.layer(index, layer):
+        return run(call, *args, **kwargs)

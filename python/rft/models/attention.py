@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from rft.errors import Refused
 from rft.models import attention_backends as backends
 from rft.models import attention_fast as fast
+from rft.models.attention_kept import keep
 
 NAME = "rft"
 
@@ -270,8 +271,19 @@ def attention(
             wanted="the whole packed row in each layer",
         )
     name = state.backend if state is not None else "math"
-    out = (backends.BACKENDS.get(name) or fast.BACKENDS[name])(inputs, documents, window)
+    call = backends.BACKENDS.get(name) or fast.BACKENDS[name]
+    if why_not_kept(name, inputs.dropout):
+        out = call(inputs, documents, window)
+    else:
+        out = keep(lambda: call(inputs, documents, window), (inputs.query, inputs.key, inputs.value))
     return out.transpose(1, 2).contiguous(), None  # models view it as [1, T, hidden]
+
+
+def why_not_kept(backend: str, dropout: float) -> str | None:
+    """Why a layer that is computed again has to compute its attention again too, or None."""
+    if backend == "math":
+        return "math keeps scores, tokens by tokens, and no output alone"
+    return f"attention dropout of {dropout:g} draws random numbers" if dropout else None
 
 
 def _mask_of(module: nn.Module, state: AttentionState | None, mask: Any) -> Any:

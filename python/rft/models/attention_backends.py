@@ -159,7 +159,7 @@ def _band(start: int, stop: int, first: int, window: int | None, device: torch.d
 
 def _rows(tensor: Tensor, width: int) -> Tensor:
     """[1, H, T, E] -> [T, H, width]."""
-    rows = tensor[0].transpose(0, 1)
+    rows = tensor.squeeze(0).transpose(0, 1)  # not [0]: the gradient of a selection is a filled tensor and a copy
     return rows if rows.shape[-1] == width else F.pad(rows, (0, width - rows.shape[-1]))
 
 

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from rft.errors import Refused
+from rft.kernels import fp8
 from rft.kernels.rope import rope
 from rft.models.attention import NAME, CallConstants, DocumentMask, Documents, attention, recorded, register
 from rft.models.backbone import find_base
-from rft.models.linear import apply_linears, as_class, width_in
+from rft.models.linear import apply_linears, as_class, width_in, without_dropout
 from rft.models.mlp import linears_of, width_out
 from rft.models.surgery import Candidate, Matcher
 
@@ -67,15 +68,17 @@ class AttentionBlock(nn.Module):
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask: Any = None,
+        quantised: fp8.Rows | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
+        """quantised: hidden_states as (T, D) for FP8 weights, where the norm before gave it."""
         plan = self.rft_plan
         if any(kwargs.pop(name, None) is not None for name in _CACHES):
             raise Refused(
                 type(self).__name__, "got a cache of keys and values", wanted="training or evaluation of whole rows"
             )
         shape = hidden_states.shape[:-1]
-        q, k, v = self._project(hidden_states)
+        q, k, v = self._project(hidden_states, quantised)
         if plan.norms is not None and plan.norm_first:
             q, k = self._normed(q, k)
         q, k, v = (t.reshape(*shape, -1, plan.head_size).transpose(1, 2) for t in (q, k, v))
@@ -93,9 +96,14 @@ class AttentionBlock(nn.Module):
         )  # fmt: skip
         return apply_linears(out.reshape(*shape, -1), (self.get_submodule(plan.output),))[0], None
 
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    @property
+    def rft_readers(self) -> tuple[nn.Module, ...]:
+        """The linears that read its input."""
+        return tuple(self.get_submodule(name) for name in self.rft_plan.projections)
+
+    def _project(self, x: Tensor, quantised: fp8.Rows | None) -> tuple[Tensor, Tensor, Tensor]:
         plan = self.rft_plan
-        outs = apply_linears(x, [self.get_submodule(name) for name in plan.projections])
+        outs = apply_linears(x, self.rft_readers, quantised)
         if len(outs) == 1:
             heads, kv_heads = plan.heads
             sizes = [heads * plan.head_size, kv_heads * plan.head_size, kv_heads * plan.head_size]
@@ -152,6 +160,7 @@ def attention_matcher(model: Any, device: torch.device) -> Matcher:
         rounding="no worse",
         train_all=False,
         key=_layer_type,
+        prepare=without_dropout,
     )
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rft.closeness import relative_error
 from rft.models.attention_backends import Inputs, math, varlen
 
 if TYPE_CHECKING:
@@ -35,7 +36,8 @@ FLEX_TOKENS = 1024
 def fa4(inputs: Inputs, documents: Documents, window: int | None) -> Tensor:
     """`flash_attn.cute`: one call for all documents. Hopper and newer, bf16 or fp16; windows, soft-cap and sinks."""
     call, names = _fa4_call()
-    query, key, value = (t[0].transpose(0, 1) for t in (inputs.query, inputs.key, inputs.value))
+    # squeeze, not [0]: the gradient of a selection is a filled tensor and a copy
+    query, key, value = (t.squeeze(0).transpose(0, 1) for t in (inputs.query, inputs.key, inputs.value))
     ends, longest = documents.cu_seqlens, documents.max_length
     kwargs: dict[str, Any] = {
         "cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": longest, "max_seqlen_k": longest,
@@ -64,11 +66,12 @@ def _fa4_call() -> tuple[Callable, frozenset[str]]:
 
 def cudnn(inputs: Inputs, documents: Documents, window: int | None) -> Tensor:
     """Long documents each through cuDNN's dense attention, the others in one varlen call. Windowed layers and deterministic runs: varlen alone."""
-    if window is not None or not any(map(_is_dense, documents.lengths)) or torch.are_deterministic_algorithms_enabled():
+    runs = _runs_of(documents) if window is None and not torch.are_deterministic_algorithms_enabled() else None
+    if not runs:
         return varlen(inputs, documents, window)
     gqa = inputs.query.shape[1] != inputs.key.shape[1]
     parts: list[Tensor] = []
-    for start, stop, rest in _runs_of(documents):
+    for start, stop, rest in runs:
         q, k, v = (t[:, :, start:stop] for t in (inputs.query, inputs.key, inputs.value))
         if rest is None:
             parts.append(_dense_cudnn(q, k, v, inputs.scale, gqa))
@@ -89,8 +92,11 @@ def _is_dense(length: int) -> bool:
 
 
 def _runs_of(documents: Documents) -> list[tuple[int, int, Documents | None]]:
-    """(first token, end, None) of each long document, (first token, end, its documents) of each run of others; made once a batch."""
+    """(first token, end, None) of each long document, (first token, end, its documents) of each run of others; none where no document is
+    long. Made once a batch."""
     kept = documents.made
+    if "runs" not in kept and not any(map(_is_dense, documents.lengths)):
+        kept["runs"] = []
     if "runs" not in kept:
         runs: list[tuple[int, int, Documents | None]] = []
         at, begun, short = 0, 0, []
@@ -280,7 +286,7 @@ def proof(
     for truth, own in zip(*runs, strict=True):
         if truth is None or own is None:
             return float("inf"), f"{name} gives no gradient where plain maths does"
-        worst = max(worst, float((own - truth).norm() / truth.norm().clamp_min(1e-12)))
+        worst = max(worst, relative_error(own, truth))
     return worst, None if worst <= ALLOWED else f"{name} differs from plain maths by {worst:.1e} (allowed {ALLOWED:g})"
 
 

@@ -2,54 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from rft.models.backbone import decoder_layers, find_base
+from rft.models.facts import Facts
 from rft.models.names import is_adapter_parameter
-
-
-@dataclass(frozen=True)
-class Facts:
-    """Numbers of one model as built: adapters included, before sharding."""
-
-    name: str
-    model_type: str
-    num_layers: int
-    hidden_size: int
-    vocab_size: int
-    max_positions: int | None
-    """Longest sequence that the config says it was trained for."""
-    num_parameters: int
-    """Without adapters; a tied weight once."""
-    num_trained: int
-    weight_bytes: int
-    trained_bytes: int
-    matmul_frozen: int
-    """Weights that every token is multiplied with and that are not trained; of experts, the chosen ones."""
-    matmul_trained: int
-    num_heads: int
-    head_size: int
-    is_moe: bool
-    num_experts: int
-    experts_per_token: int
-    is_tied: bool
-    num_kv_heads: int = 0
-    intermediate_size: int = 0
-    """Of one token: of all experts that it meets."""
-
-    def flops(self, lengths: Iterable[int]) -> float:
-        """FLOPs that one training step on documents of these lengths really needs: no recompute.
-
-        4 a frozen and 6 a trained matmul weight and token; causal attention 2 matmuls x (1 forward + 2 backward) over half a square.
-        """
-        lengths = list(lengths)
-        tokens, squares = sum(lengths), sum(n * n for n in lengths)
-        weights = tokens * (4 * self.matmul_frozen + 6 * self.matmul_trained)
-        return float(weights + 6 * self.num_layers * self.num_heads * self.head_size * squares)
 
 
 def describe(model: Any) -> Facts:
@@ -86,7 +45,58 @@ def describe(model: Any) -> Facts:
         is_tied=head is not None and _weight(head) is _weight(embedding),
         num_kv_heads=_first(config, "num_key_value_heads", default=None) or heads,
         intermediate_size=_intermediate(config, hidden, chosen if moe else 0),
+        **_inside_layers(layers, hidden),
+        windows=_windows(config, len(layers)),
     )
+
+
+def _inside_layers(layers: Any, hidden: int) -> dict[str, int]:
+    """Widths of norms and adapters of a layer on average, and the frozen linears of all."""
+    norms = qk = rank = frozen = largest = 0
+    for layer in layers:
+        for name, module in layer.named_modules():
+            own = dict(module.named_parameters(recurse=False))
+            if "lora_" in name:
+                rank += module.out_features if ".lora_A." in f".{name}" and isinstance(module, nn.Linear) else 0
+            elif "weight" in own and own["weight"].dim() == 1:
+                width = own["weight"].shape[0]
+                ending = name.rpartition(".")[2]
+                if ending in _QK_NORMS:
+                    heads = _width_out(layer, name, ending)
+                    qk += heads or width
+                elif width == hidden:
+                    norms += width
+            elif isinstance(module, nn.Linear) and not own["weight"].requires_grad:
+                frozen += own["weight"].numel()
+                largest = max(largest, own["weight"].numel())
+    count = max(len(layers), 1)
+    return {
+        "norm_width": round(norms / count),
+        "qk_norm_width": round(qk / count),
+        "layer_rank": round(rank / count),
+        "linear_frozen": frozen,
+        "largest_linear": largest,
+    }
+
+
+_QK_NORMS = {"q_norm": "q_proj", "k_norm": "k_proj", "q_layernorm": "q_proj", "k_layernorm": "k_proj"}
+
+
+def _width_out(layer: nn.Module, name: str, ending: str) -> int:
+    """Width of the projection that a norm of q or k reads; 0 where it is joined with others."""
+    parent = layer.get_submodule(name.rpartition(".")[0])
+    projection: Any = getattr(parent, _QK_NORMS[ending], None)
+    base = projection.get_base_layer() if hasattr(projection, "get_base_layer") else projection
+    return getattr(base, "out_features", 0) or 0
+
+
+def _windows(config: Any, num_layers: int) -> tuple[int | None, ...]:
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    if not window or getattr(config, "use_sliding_window", True) is False:
+        return ()
+    if kinds is None:
+        return (window,) * num_layers
+    return tuple(window if "sliding" in kind or "chunked" in kind else None for kind in kinds)
 
 
 def _intermediate(config: Any, hidden: int, chosen: int) -> int:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from rft.closeness import relative_error
 from rft.errors import Refused
 
 # Bytes of fp32 logits that exist at one time under `chunk_rows = "auto"`: below 512 rows the matmuls of a large
@@ -21,17 +22,14 @@ from rft.errors import Refused
 _CHUNK_BYTES = {"cuda": 1 << 29, "cpu": 1 << 26}
 
 
-# The same with the kernels, of which a chunk is one product in and one out: 4,096 rows are as fast as more, unless the
-# gradient of the weight is summed chunk by chunk (kernels/linear_cross_entropy.py).
-_KERNEL_ROWS, _KERNEL_BYTES = 4096, 2200 << 20
-
-
 def auto_chunk_rows(
     device_type: str, vocabulary: int, *, kernels: bool = False, head_trained: bool = False, itemsize: int = 2
 ) -> int:
     """Rows of logits at a time under `chunk_rows = "auto"`."""
     if kernels:
-        return max(_KERNEL_ROWS, _KERNEL_BYTES // (vocabulary * itemsize)) if head_trained else _KERNEL_ROWS
+        from rft.kernels.linear_cross_entropy import fast_rows
+
+        return fast_rows(vocabulary, itemsize, whole_rows=head_trained)
     return max(64, _CHUNK_BYTES.get(device_type, _CHUNK_BYTES["cpu"]) // (4 * vocabulary))
 
 
@@ -123,6 +121,10 @@ class Head:
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 logits [..., V] of hidden states [..., D]: for a few rows, when the logits themselves are wanted."""
         return self.transform(self.module(hidden).float())
+
+    def set_chunk_rows(self, rows: int | Literal["least"]) -> None:
+        """Rows of logits at a time from now on."""
+        self._chunk_rows = rows
 
     def _rows_at_a_time(self, hidden: Tensor, vocabulary: int) -> int:
         if self._chunk_rows == "least":
@@ -216,7 +218,7 @@ def compare_kernel(transform: LogitTransform, device: torch.device) -> dict[str,
                 f"fp32 {'trained' if trained else 'frozen'} {n}" for n in ("loss", "hidden gradient", "weight gradient")
             ]
             for name, own, plain in zip(names, run(True, trained), run(False, trained), strict=False):
-                found[name] = float((own - plain).norm() / plain.norm().clamp_min(1e-12))
+                found[name] = relative_error(own, plain)
     return found
 
 

@@ -11,10 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from rft import quant
+from rft.kernels import fp8
 from rft.kernels.lora_linear import Branch, FrozenLinear, lora_linears
 from rft.models.surgery import Candidate, Matcher
+from rft.quant.fp8 import Fp8Linear
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -40,9 +43,9 @@ def why_not_fused(module: nn.Module) -> str | None:
         return f"it is a variant of LoRA ({', '.join(variants)})"
     if any(peft.lora_bias.get(a, False) for a in names):
         return "its adapter has a bias of its own"
-    if any(getattr(peft.lora_dropout[a], "p", 0.0) for a in names):
-        return "it has dropout"
-    return None
+    kinds = {type(peft.lora_dropout[a]) for a in names} - {nn.Dropout, nn.Identity}
+    others = sorted(kind.__name__ for kind in kinds)
+    return f"its dropout is a {', '.join(others)}" if others else None
 
 
 def read(module: nn.Module, *, inside: bool = False) -> FrozenLinear | None:
@@ -54,7 +57,7 @@ def read(module: nn.Module, *, inside: bool = False) -> FrozenLinear | None:
         return None  # autocast knows torch's own operations
     peft: Any = module
     if not is_lora(module):
-        if not quant.is_linear(module) or _hooked(module):
+        if not quant.is_linear(module) or hooked(module):
             return None
         plain = quant.held(module)
         return None if plain is None else FrozenLinear(plain, module.bias)  # type: ignore[arg-type]
@@ -62,8 +65,8 @@ def read(module: nn.Module, *, inside: bool = False) -> FrozenLinear | None:
     if (
         why_not_fused(module)
         or (peft.disable_adapters and peft.merged)
-        or (_hooked(module) and not inside)
-        or _hooked(base)
+        or (hooked(module) and not inside)
+        or hooked(base)
     ):
         return None
     held = quant.held(base)
@@ -74,24 +77,68 @@ def read(module: nn.Module, *, inside: bool = False) -> FrozenLinear | None:
     branches = []
     for name in peft.active_adapters:
         if name in peft.lora_A:
-            A, B = peft.lora_A[name], peft.lora_B[name]
-            if _hooked(A) or _hooked(B):
+            A, B, drop = peft.lora_A[name], peft.lora_B[name], peft.lora_dropout[name]
+            if hooked(A) or hooked(B) or hooked(drop):
                 return None
-            branches.append(Branch(A.weight, B.weight, float(peft.scaling[name])))
+            share = float(drop.p) if isinstance(drop, nn.Dropout) and drop.training else 0.0
+            branches.append(Branch(A.weight, B.weight, float(peft.scaling[name]), share))
     return FrozenLinear(held, base.bias, tuple(branches))
 
 
-def _hooked(module: nn.Module) -> bool:
+def hooked(module: nn.Module) -> bool:
     """Whether somebody listens to its forward: then it has to be called."""
     return any(getattr(module, name) for name in _HOOKS)
 
 
-def apply_linears(x: Tensor, modules: Sequence[nn.Module]) -> tuple[Tensor, ...]:
-    """Every module of x; those that can be read together, the others by themselves."""
+def apply_linears(x: Tensor, modules: Sequence[nn.Module], quantised: fp8.Rows | None = None) -> tuple[Tensor, ...]:
+    """Every module of x; those that can be read together, the others by themselves. quantised: x for FP8 weights, if it is known."""
     known = [read(module) for module in modules]
+    if len(modules) > 1 and all(_is_trained(m, x) for m in modules):
+        return _Trained.apply(x, len(modules), *(m.weight for m in modules), *(m.bias for m in modules))  # type: ignore[no-any-return]
     together = [k for k in known if k is not None and fits(k, x)]
-    outs = iter(lora_linears(x, together) if together else ())
+    outs = iter(lora_linears(x, together, quantised) if together else ())
     return tuple(next(outs) if fits(k, x) else m(x) for m, k in zip(modules, known, strict=True))
+
+
+def _is_trained(module: nn.Module, x: Tensor) -> bool:
+    """Whether it is a plain linear whose weight gets a gradient, and nothing around it changes what it does."""
+    if type(module) is not nn.Linear or hooked(module) or torch.is_autocast_enabled(x.device.type):
+        return False
+    weight = module.weight
+    return type(weight) in (nn.Parameter, Tensor) and weight.requires_grad and weight.dtype == x.dtype
+
+
+class _Trained(torch.autograd.Function):
+    """Linears of one input, as F.linear computes each; the gradient of the input is summed by the products themselves."""
+
+    @staticmethod
+    def forward(ctx, x, number, *flat):
+        weights, biases = flat[:number], flat[number:]
+        ctx.save_for_backward(x, *weights)
+        ctx.has_bias = [b is not None for b in biases]
+        ctx.set_materialize_grads(False)
+        return tuple(nn.functional.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *dys):
+        x, *weights = ctx.saved_tensors
+        rows = x.reshape(-1, x.shape[-1])
+        d_rows, d_weights, d_biases = None, [], []
+        for index, (dy, weight) in enumerate(zip(dys, weights, strict=True)):
+            needs_weight, needs_bias = (ctx.needs_input_grad[2 + index + i * len(weights)] for i in (0, 1))
+            dy = None if dy is None else dy.reshape(-1, dy.shape[-1])
+            if dy is not None and ctx.needs_input_grad[0]:
+                d_rows = dy @ weight if d_rows is None else d_rows.addmm_(dy, weight)
+            d_weights.append(dy.t() @ rows if dy is not None and needs_weight else None)
+            d_biases.append(dy.sum(0) if dy is not None and needs_bias and ctx.has_bias[index] else None)
+        return None if d_rows is None else d_rows.view(x.shape), None, *d_weights, *d_biases
+
+
+def holds_fp8(module: nn.Module) -> bool:
+    """Whether a linear's base weight is multiplied in FP8, so that it has use for a quantised input."""
+    base: Any = module.get_base_layer() if is_lora(module) else module  # type: ignore[operator]
+    return isinstance(base, Fp8Linear)
 
 
 def fits(known: FrozenLinear | None, x: Tensor) -> bool:
@@ -132,7 +179,19 @@ def _looks_like_lora_linear(module: nn.Module) -> bool:
 
 def _candidates(module: nn.Module) -> list[Candidate] | str:
     why = why_not_fused(module)
-    return why if why else [Candidate("small products shared, added into the output in place", _fused)]
+    dropped = any(getattr(m, "p", 0.0) for m in module.lora_dropout.values())  # type: ignore[union-attr,operator]
+    how = "small products shared, added into the output in place" + (
+        ", masks of dropout drawn inside" if dropped else ""
+    )
+    return why if why else [Candidate(how, _fused)]
+
+
+def without_dropout(module: nn.Module) -> None:
+    """Ours draws other masks than torch: what is compared is everything else (the masks: tests/kernels/test_dropout.py)."""
+    for each in module.modules():
+        for drop in each.lora_dropout.values() if is_lora(each) else ():  # type: ignore[union-attr,operator]
+            if isinstance(drop, nn.Dropout):
+                drop.p = 0.0
 
 
 def width_in(module: nn.Module) -> int:
@@ -146,5 +205,11 @@ def _inputs(module: nn.Module, generator: torch.Generator) -> tuple[Tensor, ...]
 
 
 LORA_LINEAR = Matcher(
-    "lora linear", _looks_like_lora_linear, _candidates, _inputs, rounding="no worse", train_all=False
+    "lora linear",
+    _looks_like_lora_linear,
+    _candidates,
+    _inputs,
+    rounding="no worse",
+    train_all=False,
+    prepare=without_dropout,
 )

@@ -18,6 +18,7 @@ from rft.config.model import ModelConfig
 from rft.errors import ModelError
 from rft.models.names import is_adapter_parameter, plain_name
 from rft.models.source import ModelSource, Slices, TensorReader, checkpoint_dtype, find_model, in_a_line, whole
+from rft.quant.packed import PackedLinear
 
 __all__ = ["LocalPart", "build_meta", "checkpoint_dtype", "find_model", "materialise", "whole"]
 
@@ -103,6 +104,8 @@ def plan_load(model: Any, source: ModelSource) -> list[_Entry]:
 
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     wanted = {plain_name(name): tensor for name, tensor in base.state_dict().items() if not is_adapter_parameter(name)}
+    for name, packed in _packed(base).items():
+        wanted[name] = torch.empty(packed.out_features, packed.in_features, device="meta")
     mapping = [] if source.kind == "gguf" else get_model_conversion_mapping(base)
     renamings = [m for m in mapping if isinstance(m, WeightRenaming)]
     converters = [m for m in mapping if isinstance(m, WeightConverter)]
@@ -217,21 +220,38 @@ def materialise(
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     entries = plan_load(model, source)
+    errors: dict[str, float] = {}
     shared = _shared_parameters(root if root is not None else model)
     (root if root is not None else model).to_empty(device=torch.device(device))
     _tie_again(shared)
     with torch.no_grad():
         _make_buffers(base)
-        homes, rows = _homes(base), _trained_rows(base)
+        homes, rows, packed = _homes(base), _trained_rows(base), _packed(base)
         for entry in entries:
             for target, read in _tensors(entry, base, source.reader):
+                if target in packed:
+                    errors[target] = packed[target].fill(_whole_or_codes(entry, source.reader, read, packed[target]))
                 for home in homes.get(target, ()):
                     _fill(home, read, local_part)
                 for layer in rows.get(target, ()):
                     _fill_rows(layer, read, local_part)
         _check_tied(base, source, entries)
         _check_buffers(base)
+    model.rft_packing_error = max(errors.values(), default=0.0)
     return model
+
+
+def _packed(base: nn.Module) -> dict[str, PackedLinear]:
+    """Plain name of a weight -> the linear that holds it in fewer bits."""
+    return {plain_name(f"{n}.weight"): m for n, m in base.named_modules() if isinstance(m, PackedLinear)}
+
+
+def _whole_or_codes(entry: _Entry, reader: TensorReader, read: Callable[[Slices], Tensor], linear: PackedLinear) -> Any:
+    """The checkpoint's own codes where it holds such, else its numbers. One weight is in memory at a time."""
+    codes = reader.packed(entry.sources[0]) if entry.converter is None and hasattr(reader, "packed") else None
+    if codes is not None and set(codes._fields) == {n for n, _ in linear.named_buffers(recurse=False)}:
+        return codes
+    return read((slice(0, linear.out_features), slice(0, linear.in_features)))
 
 
 def _shared_parameters(root: nn.Module) -> list[list[tuple[nn.Module, str]]]:
@@ -336,14 +356,16 @@ def _fill_rows(layer: Any, read: Callable[[Slices], Tensor], local_part: LocalPa
 def _make_buffers(base: Any) -> None:
     """Compute every buffer again: those outside the checkpoint (rotary tables, embedding scales) are garbage after meta."""
     persistent = set(base.state_dict())
+    codes = {id(b) for m in _packed(base).values() for b in m.buffers(recurse=False)}
     for buffer in base.buffers():
-        buffer.fill_(_unset(buffer))
+        if id(buffer) not in codes:
+            buffer.fill_(_unset(buffer))
     parameters = list(base.parameters())
     for parameter in parameters:
         parameter._is_hf_initialized = True  # transformers' own mark: initialisers leave it alone
-    owners = {name.rpartition(".")[0] for name, _ in base.named_buffers() if name not in persistent}
+    owners = {n.rpartition(".")[0] for n, b in base.named_buffers() if n not in persistent and id(b) not in codes}
     for name, module in base.named_modules():
-        without_own = next(module.parameters(recurse=False), None) is None
+        without_own = next(module.parameters(recurse=False), None) is None and not isinstance(module, PackedLinear)
         if (without_own or name in owners) and not is_adapter_parameter(name + "."):
             base._init_weights(module)
     for parameter in parameters:
@@ -358,8 +380,9 @@ def _unset(buffer: Tensor) -> float | int | bool:
 
 
 def _check_buffers(base: Any) -> None:
+    codes = {id(b) for m in _packed(base).values() for b in m.buffers(recurse=False)}
     for name, buffer in base.named_buffers():
-        if is_adapter_parameter(name):
+        if is_adapter_parameter(name) or id(buffer) in codes:
             continue
         if buffer.is_meta or buffer.numel() == 0:
             broken = buffer.is_meta

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from rft import quant
+from rft.kernels import fp8
 from rft.kernels.lora_linear import lora_gated_mlp
 from rft.kernels.swiglu import Activation, gated_activation, gated_activation_fused
-from rft.models.linear import apply_linears, as_class, fits, is_lora, read, width_in
+from rft.models.linear import apply_linears, as_class, fits, is_lora, read, width_in, without_dropout
 from rft.models.surgery import Candidate, Matcher
 
 
@@ -25,12 +26,18 @@ class GatedMLP(nn.Module):
     rft_roles: tuple[str, str, str]
     rft_activation: Activation
 
-    def forward(self, x: Tensor) -> Tensor:
+    @property
+    def rft_readers(self) -> tuple[nn.Module, ...]:
+        """The linears that read its input."""
+        return tuple(self.get_submodule(name) for name in self.rft_roles[:-1])
+
+    def forward(self, x: Tensor, quantised: fp8.Rows | None = None) -> Tensor:
+        """quantised: x as (T, D) for FP8 weights, where the norm before gave it."""
         gate, up, down = (self.get_submodule(name) for name in self.rft_roles)
         known = [read(gate), read(up), read(down)]
         if all(fits(k, x) for k in known):
-            return lora_gated_mlp(x, *known, self.rft_activation)  # type: ignore[arg-type,call-arg]
-        g, u = apply_linears(x, (gate, up))
+            return lora_gated_mlp(x, *known, self.rft_activation, quantised)  # type: ignore[arg-type,call-arg]
+        g, u = apply_linears(x, (gate, up), quantised)
         return apply_linears(gated_activation(g, u, self.rft_activation), (down,))[0]
 
 
@@ -40,9 +47,15 @@ class FusedGatedMLP(nn.Module):
     rft_roles: tuple[str, str]
     rft_activation: Activation
 
-    def forward(self, x: Tensor) -> Tensor:
+    @property
+    def rft_readers(self) -> tuple[nn.Module, ...]:
+        """The linear that reads its input."""
+        return (self.get_submodule(self.rft_roles[0]),)
+
+    def forward(self, x: Tensor, quantised: fp8.Rows | None = None) -> Tensor:
+        """quantised: as in `GatedMLP`."""
         gate_up, down = (self.get_submodule(name) for name in self.rft_roles)
-        (both,) = apply_linears(x, (gate_up,))
+        (both,) = apply_linears(x, (gate_up,), quantised)
         return apply_linears(gated_activation_fused(both, self.rft_activation), (down,))[0]
 
 
@@ -110,4 +123,12 @@ def _inputs(module: nn.Module, generator: torch.Generator) -> tuple[Tensor, ...]
     return (torch.randn(1, 13, width_in(module.get_submodule(_roles(module)[0][0])), generator=generator),)
 
 
-GATED_MLP = Matcher("gated mlp", looks_like_gated_mlp, _candidates, _inputs, rounding="no worse", train_all=False)
+GATED_MLP = Matcher(
+    "gated mlp",
+    looks_like_gated_mlp,
+    _candidates,
+    _inputs,
+    rounding="no worse",
+    train_all=False,
+    prepare=without_dropout,
+)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -31,14 +31,24 @@ class RMSNorm(nn.Module):
         self.casting = casting
         self.kernel = kernel
 
+    def through_kernel(self, x: Tensor) -> bool:
+        """Whether the kernel serves this input: a wider weight widens the result of `round_then_scale`, which the kernel does not."""
+        return self.kernel and (self.casting != "round_then_scale" or x.dtype == self.weight.dtype)
+
+    @property
+    def kernel_options(self) -> dict[str, Any]:
+        """How the kernels are told the casting."""
+        return {
+            "offset": float(self.casting == "one_plus_weight"),
+            "cast_before_weight": self.casting == "round_then_scale",
+        }
+
     def forward(self, hidden_states: Tensor) -> Tensor:
         x, weight, shape = hidden_states, self.weight, (hidden_states.shape[-1],)
-        # a wider weight widens the result of `round_then_scale`, which the kernel does not
-        if self.kernel and (self.casting != "round_then_scale" or x.dtype == weight.dtype):
+        if self.through_kernel(x):
             from rft.kernels.rms_norm import rms_norm
 
-            offset, before = float(self.casting == "one_plus_weight"), self.casting == "round_then_scale"
-            return rms_norm(x, weight, self.eps, offset=offset, cast_before_weight=before)
+            return rms_norm(x, weight, self.eps, **self.kernel_options)
         if self.casting == "round_then_scale":
             # autocast makes F.rms_norm answer in fp32; the module it replaces does not
             return weight * F.rms_norm(x, shape, None, self.eps).to(x.dtype)
@@ -89,4 +99,4 @@ def _inputs(module: nn.Module, generator: torch.Generator) -> tuple[Tensor, ...]
 def rms_norm_matcher(*, kernels: bool) -> Matcher:
     """kernels: through our kernel; else through torch."""
     what = "rms_norm kernel" if kernels else "rms_norm"
-    return Matcher(what, looks_like_rms_norm, lambda module: _candidates(module, kernels), _inputs)
+    return Matcher(what, looks_like_rms_norm, lambda module: _candidates(module, kernels), _inputs, kernels=kernels)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from rft.config.explain import nearest_path
 from rft.config.model import ModelConfig
 from rft.errors import ModelError
+from rft.models.rope import scale_rope
 
 Slices = tuple[slice, ...]
 
@@ -43,6 +45,8 @@ class ModelSource:
     reader: TensorReader
     hub_id: str | None = None
     revision: str | None = None
+    rope: str = ""
+    """What was done to its positions."""
 
     @property
     def base_id(self) -> str:
@@ -89,8 +93,17 @@ class SafetensorsReader:
 def find_model(cfg: ModelConfig) -> ModelSource:
     """Find `model.path`: an existing directory, a .gguf file, or a hub id (its cached snapshot, else a download).
 
-    Raises ModelError: nothing there, no config, pickled weights only, a config that needs code from the model.
+    Its config reaches as far as `model.rope` says. Raises ModelError: nothing there, no config, pickled weights only, a config that
+    needs code from the model; ConfigError where the positions cannot be scaled so.
     """
+    found = _find(cfg)
+    if cfg.rope.target_length is None:
+        return found
+    config = copy.deepcopy(found.config)
+    return replace(found, config=config, rope=scale_rope(config, cfg.rope))
+
+
+def _find(cfg: ModelConfig) -> ModelSource:
     path = Path(cfg.path).expanduser()
     if path.is_dir():
         return _from_directory(path, cfg)
@@ -179,7 +192,12 @@ def _from_directory(directory: Path, cfg: ModelConfig, hub_id: str | None = None
     config = read_config(directory, cfg)
     _refuse_what_is_not_text(directory, config)
     kind: Literal["hub", "directory"] = "hub" if hub_id else "directory"
-    reader = SafetensorsReader(directory)
+    reader: TensorReader = SafetensorsReader(directory)
+    if _quantised_by(config):
+        from rft.models.bitsandbytes_files import BitsandbytesReader
+
+        reader = BitsandbytesReader(reader, str(directory))
+        del config.quantization_config  # what is built, and saved, holds plain weights
     _check_layers(directory, config, len(reader.names()))
     return ModelSource(kind, directory, config, reader, hub_id, cfg.revision)
 
@@ -287,19 +305,23 @@ def _refuse_what_is_not_text(directory: Path, config: Any) -> None:
             f"{names} is a multimodal checkpoint; training its text part alone is not built yet",
             do="use the text-only checkpoint of the same family",
         )
-    quantised = getattr(config, "quantization_config", None)
-    if quantised:
-        method = (
-            quantised.get("quant_method", "unknown")
-            if isinstance(quantised, dict)
-            else getattr(quantised, "quant_method", "unknown")
-        )
+    method = _quantised_by(config)
+    if method not in (None, "bitsandbytes"):
         raise ModelError(
             str(directory),
-            f"its weights are stored quantised ({getattr(method, 'value', method)})",
-            wanted="a checkpoint in bf16, fp16 or fp32",
+            f"its weights are stored quantised ({method})",
+            wanted="a checkpoint in bf16, fp16 or fp32, or one in NF4 or int8 by bitsandbytes",
             do="use the unquantised model",
         )
+
+
+def _quantised_by(config: Any) -> str | None:
+    """How the weights of a checkpoint are quantised, by its config; None: they are not."""
+    how = getattr(config, "quantization_config", None)
+    if not how:
+        return None
+    method = how.get("quant_method", "unknown") if isinstance(how, dict) else getattr(how, "quant_method", "unknown")
+    return str(getattr(method, "value", method))
 
 
 def _weight_map(directory: Path) -> dict[str, str]:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from rft.closeness import relative_error
 from rft.models.receipts import Receipts
 
 # Norm of the error over the norm of the original. In bf16 the same casting gives at most a few flipped roundings
@@ -55,6 +56,10 @@ class Matcher:
     rounding: Literal["same", "no worse"] = "same"
     """What bf16 is held to: the original's own roundings; or no larger an error than the original's, where products are summed
     in another order."""
+    kernels: bool = True
+    """Whether candidates run Triton kernels, whose bf16 says nothing in the interpreter."""
+    prepare: Callable[[nn.Module], None] | None = None
+    """Done to the copy that is compared, before anything is built from it: takes out what cannot be compared (dropout)."""
     train_all: bool = True
     """Whether every parameter gets a gradient in the comparison, or those that the run trains."""
     key: Callable[[nn.Module], Any] = lambda module: None
@@ -75,10 +80,12 @@ def default_matchers(model: Any, device: torch.device, *, kernels: bool = False)
     if not kernels:
         return [rms_norm_matcher(kernels=False)]
     from rft.models.attention_block import attention_matcher
+    from rft.models.decoder_layer import DECODER_LAYER
     from rft.models.linear import LORA_LINEAR
     from rft.models.mlp import GATED_MLP
 
-    return [rms_norm_matcher(kernels=True), LORA_LINEAR, GATED_MLP, attention_matcher(model, device)]
+    # the layer last: it looks at what its children have become
+    return [rms_norm_matcher(kernels=True), LORA_LINEAR, GATED_MLP, attention_matcher(model, device), DECODER_LAYER]
 
 
 def why_no_kernels(device: torch.device) -> str | None:
@@ -164,13 +171,14 @@ def _verify(module: nn.Module, matcher: Matcher, device: torch.device) -> _Verdi
     candidates = matcher.candidates(module)
     if isinstance(candidates, str):
         return _Verdict(None, {}, candidates)
+    original = _Original(module, matcher, device)
     problems: list[tuple[float, str]] = []
     for candidate in candidates:
         checked: dict[str, float] = {}
         worst, why = 0.0, ""
         for label, kind, weight_kind, autocast in _checks(device, matcher):
             try:
-                errors = _compare(module, candidate, matcher, device, kind, weight_kind, autocast)
+                errors = original.compare(candidate, kind, weight_kind, autocast)
             except _CANNOT_RUN as raised:
                 worst, why = float("inf"), f"{label} cannot be compared: {_first_line(raised)}"
                 break
@@ -202,10 +210,10 @@ def _checks(device: torch.device, matcher: Matcher) -> list[tuple[str, torch.dty
     """(label, type of the input, type of the weights, under autocast)."""
     half = torch.bfloat16
     plain = [("fp32", torch.float32, torch.float32, False), ("bf16", half, half, False)]
-    if matcher.rounding == "no worse":
-        return plain[: 1 if interpreted(device) else 2]
-    if interpreted(device) and matcher.what.endswith("kernel"):
+    if interpreted(device) and matcher.kernels:
         return plain[:1]
+    if matcher.rounding == "no worse":
+        return plain
     return [
         *plain,
         ("bf16, fp32 weight", half, torch.float32, False),
@@ -218,53 +226,104 @@ def interpreted(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def _materialised(module: nn.Module, device: torch.device, train_all: bool) -> nn.Module:
+def _materialised(module: nn.Module, matcher: Matcher, device: torch.device) -> nn.Module:
     """A copy with random fp32 weights that keep activations near one, and norms off one and zero."""
     flags = {n: p.requires_grad for n, p in module.named_parameters()}
-    made = copy.deepcopy(module).to_empty(device=device).float()
+    made = copy.deepcopy(module)
+    if matcher.prepare is not None:
+        matcher.prepare(made)
+    made = made.to_empty(device=device).float()
     generator = torch.Generator(device=device).manual_seed(0)
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator, device=device)
             parameter.copy_(noise * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else noise * 0.3 + 0.5)
-            parameter.requires_grad_(train_all or flags[name])
+            parameter.requires_grad_(matcher.train_all or flags[name])
     return made
 
 
-def _compare(
-    module: nn.Module,
-    candidate: Candidate,
-    matcher: Matcher,
-    device: torch.device,
-    kind: torch.dtype,
-    weight_kind: torch.dtype,
-    autocast: bool,
-) -> dict[str, float]:
-    exact = _materialised(module, device, matcher.train_all)
-    original = copy.deepcopy(exact).to(weight_kind)
-    ours = candidate.build(copy.deepcopy(original))
-    inputs = [t.to(device, kind) for t in matcher.inputs(module, torch.Generator().manual_seed(0))]
-    theirs = _run(original, inputs, matcher, autocast)
-    own = _run(ours, inputs, matcher, autocast)
-    if own.output.dtype != theirs.output.dtype or own.output.shape != theirs.output.shape or own.more != theirs.more:
-        return {"forward": float("inf")}
-    if matcher.rounding == "same" or kind == torch.float32:
-        return _differences(own, theirs, _relative)
-    truth = _run(exact.to(kind).float(), [t.float() for t in inputs], matcher, False)
-    return _differences(own, theirs, _times_as_wrong, truth)
+_ROUNDINGS = 1 << 14, 512
+"""Elements of the input, and of the smallest parameter's gradient, over which the ratio of two rounding errors is taken in bf16: with a few
+hundred, luck alone makes one 1.5 times the other. Small modules are run on several inputs (at most 16)."""
+
+
+class _Original:
+    """What one module computes on random inputs, in each kind of check: run once, however many candidates are compared with it."""
+
+    def __init__(self, module: nn.Module, matcher: Matcher, device: torch.device):
+        self._module, self._matcher, self._device = module, matcher, device
+        self._runs: dict[tuple, tuple[list[list[Tensor]], _Run, _Run | None]] = {}
+
+    def compare(
+        self, candidate: Candidate, kind: torch.dtype, weight_kind: torch.dtype, autocast: bool
+    ) -> dict[str, float]:
+        """Errors of a candidate by part."""
+        matcher, key = self._matcher, (kind, weight_kind, autocast)
+        exact = _materialised(self._module, matcher, self._device)
+        if key not in self._runs:
+            self._runs[key] = self._run(exact, *key)
+        draws, theirs, truth = self._runs[key]
+        own = _run(candidate.build(exact.to(weight_kind)), draws, matcher, autocast)
+        if (
+            own.output.dtype != theirs.output.dtype
+            or own.output.shape != theirs.output.shape
+            or own.more != theirs.more
+        ):
+            return {"forward": float("inf")}
+        return _differences(own, theirs, _relative if truth is None else _times_as_wrong, truth)
+
+    def _run(
+        self, exact: nn.Module, kind: torch.dtype, weight_kind: torch.dtype, autocast: bool
+    ) -> tuple[list[list[Tensor]], _Run, _Run | None]:
+        """(inputs, the original's run, and that in fp32 where it is the yardstick)."""
+        matcher = self._matcher
+        yardstick = matcher.rounding == "no worse" and kind != torch.float32
+
+        def draw(number: int) -> list[Tensor]:
+            inputs = matcher.inputs(self._module, torch.Generator().manual_seed(number))
+            return [t.to(self._device, kind) for t in inputs]
+
+        first = draw(0)
+        smallest = min((p.numel() for p in exact.parameters() if p.requires_grad), default=_ROUNDINGS[1])
+        wanted = (
+            max(_ROUNDINGS[0] // max(first[0].numel(), 1), _ROUNDINGS[1] // max(smallest, 1), 1) if yardstick else 1
+        )
+        draws = [first, *(draw(number) for number in range(1, min(wanted, 16)))]
+        theirs = _run(copy.deepcopy(exact).to(weight_kind), draws, matcher, autocast)
+        if not yardstick:
+            return draws, theirs, None
+        rounded = copy.deepcopy(exact).to(kind).float()
+        return draws, theirs, _run(rounded, [[t.float() for t in each] for each in draws], matcher, False)
 
 
 @dataclass
 class _Run:
+    """One entry of the first dim for each of the inputs that a module was run on."""
+
     output: Tensor
     inputs: list[Tensor | None]
     weights: list[Tensor | None]
     more: Any
 
 
-def _run(part: nn.Module, inputs: list[Tensor], matcher: Matcher, autocast: bool) -> _Run:
+def _run(part: nn.Module, draws: list[list[Tensor]], matcher: Matcher, autocast: bool) -> _Run:
+    runs = [_run_once(part, inputs, matcher, autocast) for inputs in draws]
+
+    def stacked(lists: list[list[Tensor | None]]) -> list[Tensor | None]:
+        return [None if any(t is None for t in each) else torch.stack(each) for each in zip(*lists, strict=True)]  # type: ignore[arg-type]
+
+    return _Run(
+        torch.stack([r.output for r in runs]),
+        stacked([r.inputs for r in runs]),
+        stacked([r.weights for r in runs]),
+        [r.more for r in runs],
+    )
+
+
+def _run_once(part: nn.Module, inputs: list[Tensor], matcher: Matcher, autocast: bool) -> _Run:
     arguments = [t.clone().requires_grad_(True) for t in inputs]
     device = inputs[0].device
+    part.zero_grad(set_to_none=True)
     with torch.enable_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(0)  # the same dropout in both
         with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
@@ -288,13 +347,11 @@ def _differences(own: _Run, theirs: _Run, error: Callable[..., float], truth: _R
 def _relative(own: Tensor | None, original: Tensor | None) -> float:
     if own is None or original is None:
         return 0.0 if own is original else float("inf")
-    return float((own.float() - original.float()).norm() / original.float().norm().clamp_min(1e-12))
+    return relative_error(own, original)
 
 
 def _times_as_wrong(own: Tensor | None, original: Tensor | None, truth: Tensor | None) -> float:
     """Our error over the original's, which counts as at least a thousandth: a quarter of a bf16 step."""
     if own is None or original is None or truth is None:
         return 0.0 if own is original is truth else float("inf")
-    size = truth.norm().clamp_min(1e-12)
-    ours, theirs = ((t.float() - truth).norm() / size for t in (own, original))
-    return float(ours / theirs.clamp_min(1e-3))
+    return relative_error(own, truth) / max(relative_error(original, truth), 1e-3)

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from rft.config.optim import AdamWConfig
-from rft.optim.adamw import Optimizer, build_adamw
-from rft.optim.clip import clip_grad_norm
+from rft.config.optim import AdafactorConfig, AdamW8bitConfig, AdamWConfig, LionConfig, MuonConfig
+from rft.optim.build import build
+from rft.optim.clip import clip_factor, grad_norm
+from rft.optim.home import Home
+from rft.optim.optimizer import Optimizer
 from rft.optim.schedule import Schedule
 
-BUILDERS = {AdamWConfig: build_adamw}
+BUILDERS = {
+    AdamWConfig: build,
+    AdamW8bitConfig: build,
+    AdafactorConfig: build,
+    LionConfig: build,
+    MuonConfig: build,
+}
 
-__all__ = ["BUILDERS", "Optimizer", "Schedule", "clip_grad_norm"]
+__all__ = ["BUILDERS", "Home", "Optimizer", "Schedule", "clip_factor", "grad_norm"]

@@ -1,179 +1,94 @@
-"""AdamW over fp32 masters: fused, with weight decay on matrices only and rates of their own by parameter name."""
+"""AdamW: one kernel where weights and moments are fp32 (ours on a GPU, torch's elsewhere); else in fp32 a chunk at a time, bf16 rounded stochastically."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.optim.adamw import adamw
 
-from rft.config.optim import AdamWConfig, GroupConfig
-from rft.errors import ConfigError
+from rft.optim.rounding import Noise, store_
+from rft.optim.rule import Item, chunks, local, place, scale_gradients, zeros_like
 
-STATE_KEYS = ("exp_avg", "exp_avg_sq", "step")
-
-
-def decays(name: str, parameter: Tensor, embeddings: frozenset[str]) -> bool:
-    """Whether weight decay belongs on it: matrices, but neither norms and biases (1-D) nor embedding tables."""
-    return parameter.ndim >= 2 and name not in embeddings
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def parameter_groups(
-    named: Iterable[tuple[str, Tensor]], config: AdamWConfig, lr: float, embeddings: frozenset[str] = frozenset()
-) -> list[dict[str, Any]]:
-    """Groups of equal rate and decay, each {"names", "params", "lr", "weight_decay"}.
+class AdamW:
+    """Moments of the weight's shape. states: their type. kernel: through kernels/adamw.py on a GPU, which clips and copies as well."""
 
-    A `[[optim.groups]]` entry takes every parameter whose name it matches (the first match counts); its own weight_decay holds
-    for all of these. Raises ConfigError for an entry that matches nothing: it would silently do nothing.
-    """
-    groups: dict[tuple[int, float, float], dict[str, Any]] = {}
-    matched: set[int] = set()
-    for name, parameter in named:
-        index, special = _first_match(name, config.groups)
-        matched.add(index)
-        rate = special.lr if special and special.lr is not None else lr
-        decay = config.weight_decay if decays(name, parameter, embeddings) else 0.0
-        if special and special.weight_decay is not None:
-            decay = special.weight_decay
-        group = groups.setdefault((index, rate, decay), {"names": [], "params": [], "lr": rate, "weight_decay": decay})
-        group["names"].append(name)
-        group["params"].append(parameter)
-    for index, entry in enumerate(config.groups):
-        if index not in matched:
-            raise ConfigError(
-                f"optim.groups.{index}.match",
-                f"{entry.match!r} matches no trained parameter",
-                wanted="a regular expression that is found in a trained parameter's name, and is not taken by an earlier group",
-                do="see the names in receipts.json of an earlier run, or leave the group out",
-            )
-    return list(groups.values())
-
-
-def _first_match(name: str, entries: list[GroupConfig]) -> tuple[int, GroupConfig | None]:
-    for index, entry in enumerate(entries):
-        if re.search(entry.match, name):
-            return index, entry
-    return -1, None
-
-
-class Optimizer:
-    """Fused AdamW whose masters may be other tensors than the module's parameters.
-
-    compute_dtype: what the module computes with, where that is narrower than its parameters. The parameters' own tensors become
-    the masters, and the module gets copies in that type, refreshed after each step. Gradients are accumulated in the masters'
-    type (`Tensor.grad_dtype`). So neither accumulation nor the update rounds to bf16, and no forward casts a weight. None: master
-    and parameter are one tensor. keep: names of parameters that the module computes with as they are.
-    """
+    sharded = True
+    takes_factor = True
 
     def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        *,
-        betas: tuple[float, float],
-        eps: float,
-        compute_dtype: torch.dtype | None = None,
-        keep: frozenset[str] = frozenset(),
+        self, betas: tuple[float, float], eps: float, states: torch.dtype = torch.float32, *, kernel: bool = False
     ):
-        self._parameters: dict[str, nn.Parameter] = {}
-        self._masters: dict[str, Tensor] = {}
-        inner_groups = []
-        for group in groups:
-            masters = []
-            for name, parameter in zip(group["names"], group["params"], strict=True):
-                narrow = None if name in keep else compute_dtype
-                self._parameters[name] = parameter
-                self._masters[name] = parameter if narrow in (None, parameter.dtype) else _split(parameter, narrow)
-                masters.append(self._masters[name])
-            inner_groups.append({**group, "params": masters, "names": list(group["names"])})
-        self._copies = [n for n, p in self._parameters.items() if self._masters[n] is not p]
-        self.inner = torch.optim.AdamW(inner_groups, betas=betas, eps=eps, fused=True)
+        self.betas, self.eps, self.states, self.kernel = betas, eps, states, kernel
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.inner.param_groups
+    def init(self, weight: Tensor) -> dict[str, Tensor]:
+        return {"exp_avg": zeros_like(weight, self.states), "exp_avg_sq": zeros_like(weight, self.states)}
 
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The module's trained parameters: those that hold the gradients."""
-        return list(self._parameters.values())
+    def update(self, items: list[Item], lr: float, weight_decay: float, noise: Noise) -> None:
+        if self.kernel:
+            items = self._through_kernel(items, lr, weight_decay)
+        scale_gradients(items)
+        fused: list[Item] = []
+        for item in items:
+            if item.weight.dtype == self.states == item.gradient.dtype == torch.float32:
+                fused.append(item)
+            else:
+                self._in_chunks(item, lr, weight_decay, noise)
+        if fused:
+            self._fused(fused, lr, weight_decay)
 
-    @torch.no_grad()
-    def step(self) -> None:
-        for name in self._copies:
-            self._masters[name].grad = self._parameters[name].grad
-        self.inner.step()
-        self._refresh_copies()
+    def _through_kernel(self, items: list[Item], lr: float, weight_decay: float) -> list[Item]:
+        """Update those that it serves; gives back the others."""
+        from rft.kernels.adamw import Update, adamw, serves
 
-    def zero_grad(self) -> None:
-        for parameter in self._parameters.values():
-            parameter.grad = None
-        for name in self._copies:
-            self._masters[name].grad = None
+        left: list[Item] = []
+        taken: list[Update] = []
+        for item in items:
+            first, second = local(item.state["exp_avg"]), local(item.state["exp_avg_sq"])
+            copy = None if item.copy is None else local(item.copy)
+            update = Update(local(item.weight), local(item.gradient), first, second, copy, item.step)
+            if item.weight.is_cuda and serves(update):
+                taken.append(update)
+                item.copied = copy is not None
+            else:
+                left.append(item)
+        if taken:
+            adamw(taken, lr=lr, weight_decay=weight_decay, betas=self.betas, eps=self.eps, factor=items[0].factor)
+        return left
 
-    @torch.no_grad()
-    def _refresh_copies(self) -> None:
-        if self._copies:
-            torch._foreach_copy_([self._parameters[n] for n in self._copies], [self._masters[n] for n in self._copies])
+    def _fused(self, items: list[Item], lr: float, weight_decay: float) -> None:
+        common: dict[str, Any] = {"amsgrad": False, "maximize": False, "capturable": False, "differentiable": False}
+        adamw(
+            [i.weight for i in items],
+            [i.gradient for i in items],
+            [i.state["exp_avg"] for i in items],
+            [i.state["exp_avg_sq"] for i in items],
+            [],
+            [i.state["step"] for i in items],
+            foreach=False,
+            fused=True,
+            beta1=self.betas[0],
+            beta2=self.betas[1],
+            lr=lr,
+            weight_decay=weight_decay,
+            eps=self.eps,
+            **common,
+        )
 
-    def named_masters(self) -> dict[str, Tensor]:
-        """Every trained tensor in the type that it is kept in, detached, by its name in the trainee."""
-        return {name: master.detach() for name, master in self._masters.items()}
-
-    @torch.no_grad()
-    def load_masters(self, named: dict[str, Tensor]) -> None:
-        """Take over trained tensors, and refresh the copies that the module computes with. Raises KeyError for one left out."""
-        for name, master in self._masters.items():
-            if master.device.type != "meta":
-                master.copy_(named[name])
-        self._refresh_copies()
-
-    def allocate_state(self) -> None:
-        """Moments of zero and step 0 where no step was made yet, so that a checkpoint can be read into them."""
-        for master in self._masters.values():
-            state = self.inner.state[master]
-            if not state:
-                # As torch's fused AdamW makes them itself: `step` is fp32 on the parameter's device.
-                state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
-                state["exp_avg"] = torch.zeros_like(master, requires_grad=False)
-                state["exp_avg_sq"] = torch.zeros_like(master, requires_grad=False)
-
-    def named_state(self) -> dict[str, Tensor]:
-        """Moments and step counts as "<parameter>::<key>"; empty before the first step."""
-        return {
-            f"{name}::{key}": self.inner.state[master][key]
-            for name, master in self._masters.items()
-            if master in self.inner.state
-            for key in STATE_KEYS
-        }
-
-    @torch.no_grad()
-    def load_named_state(self, named: dict[str, Tensor]) -> None:
-        """Take over moments and step counts. Raises KeyError for one left out."""
-        self.allocate_state()
-        for name, tensor in self.named_state().items():
-            tensor.copy_(named[name])
-
-
-def _split(parameter: nn.Parameter, compute_dtype: torch.dtype) -> Tensor:
-    """The parameter's tensor as a master of its own; the parameter itself becomes a copy in `compute_dtype`."""
-    master = parameter.detach().requires_grad_()
-    parameter.data = master.detach().to(compute_dtype)
-    parameter.grad_dtype = master.dtype
-    return master
-
-
-def build_adamw(
-    named: Iterable[tuple[str, Tensor]],
-    config: AdamWConfig,
-    *,
-    compute_dtype: torch.dtype | None = None,
-    keep: frozenset[str] = frozenset(),
-    embeddings: frozenset[str] = frozenset(),
-) -> Optimizer:
-    """AdamW over the trained parameters. `config.lr` is decided by then; `embeddings`: names of embedding tables."""
-    assert config.lr != "auto", "resolve() decides optim.lr"
-    groups = parameter_groups(named, config, config.lr, embeddings)
-    beta1, beta2 = config.betas
-    return Optimizer(groups, betas=(beta1, beta2), eps=config.eps, compute_dtype=compute_dtype, keep=keep)
+    def _in_chunks(self, item: Item, lr: float, weight_decay: float, noise: Noise) -> None:
+        (beta1, beta2), t = self.betas, item.step
+        tensors = (item.weight, item.gradient, item.state["exp_avg"], item.state["exp_avg_sq"])
+        generator = noise.at(item.name + place(item.weight), t, item.weight.device)
+        for weight, gradient, first, second in chunks(*tensors):
+            w, g, m, v = weight.float(), gradient.float(), first.float(), second.float()
+            m.lerp_(g, 1 - beta1)
+            v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+            w.mul_(1 - lr * weight_decay)
+            denominator = v.sqrt().div_((1 - beta2**t) ** 0.5).add_(self.eps)
+            w.addcdiv_(m, denominator, value=-lr / (1 - beta1**t))
+            for target, source in ((weight, w), (first, m), (second, v)):
+                store_(target, source, generator)

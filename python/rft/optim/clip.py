@@ -1,4 +1,4 @@
-"""Norm of all gradients and clipping to it, without the host waiting; plain tensors and DTensors in one call."""
+"""Norm of all gradients and the factor that clips to it, without the host waiting; plain tensors and DTensors in one call."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ from torch.distributed.tensor import DTensor
 
 
 @torch.no_grad()
-def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float | Literal["none"]) -> Tensor:
-    """Scale all gradients so that their common norm is at most `max_norm`; returns the norm before that, fp32, on the device.
+def grad_norm(parameters: Iterable[Tensor]) -> Tensor:
+    """Common norm of all gradients, fp32, on the device.
 
     Sharded gradients count whole: every rank gets the same norm. Parameters without a gradient are left out.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if not gradients:
-        return torch.zeros(())
-    norm = _total_norm(gradients)
-    if max_norm != "none":
-        # Always multiplied (by 1 where the norm is small): a branch on the norm would make the host wait for the device.
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients]
-        for same in _by_dtype(local):
-            torch._foreach_mul_(same, scale.to(same[0].dtype))
-    return norm
+    return _total_norm(gradients) if gradients else torch.zeros(())
+
+
+def clip_factor(norm: Tensor, max_norm: float | Literal["none"]) -> Tensor | None:
+    """What all gradients are to be multiplied by so that their common norm is at most `max_norm`: 1 where it is, on the device.
+
+    The optimizer multiplies where it reads gradients anyway, always: a branch on the norm would make the host wait for the device.
+    """
+    return None if max_norm == "none" else (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 def _total_norm(gradients: list[Tensor]) -> Tensor:

@@ -6,10 +6,16 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from rft.config.optim import ConstantSchedule, CosineSchedule, LinearSchedule, ScheduleConfig, WsdSchedule
+from rft.config.optim import (
+    DEFAULT_WARMUP_RATIO,
+    ConstantSchedule,
+    CosineSchedule,
+    LinearSchedule,
+    ScheduleConfig,
+    WsdSchedule,
+)
 from rft.errors import ConfigError
-
-DEFAULT_WARMUP_RATIO = 0.03
+from rft.words import counted
 
 
 def warmup_steps(config: ScheduleConfig, total_steps: int) -> int:
@@ -28,7 +34,7 @@ def warmup_steps(config: ScheduleConfig, total_steps: int) -> int:
         if config.warmup_steps > total_steps:
             raise ConfigError(
                 "optim.schedule.warmup_steps",
-                f"{config.warmup_steps} steps of warm-up, but the run has {total_steps}",
+                f"{counted(config.warmup_steps, 'step')} of warm-up, but the run has {total_steps}",
                 wanted=f"at most {total_steps}",
                 do="use warmup_ratio, or train for longer",
             )

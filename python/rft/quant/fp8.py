@@ -6,13 +6,14 @@ kept as they are: they lose the most. An adapter is merged into the original wei
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rft.closeness import relative_error
 from rft.errors import Refused
 from rft.kernels import fp8
 from rft.kernels.lora_linear import FrozenLinear, lora_linears
@@ -76,29 +77,54 @@ def refuse_without_fp8(device: torch.device, *, emulate: bool = False) -> None:
 
 
 @torch.no_grad()
-def quantise_base(layers: Sequence[nn.Module], *, keep_ends: int = KEPT_AT_EACH_END) -> Quantised:
-    """Replace every frozen linear of these decoder layers, in place, weight by weight, so that no second copy of all exists."""
+def quantise_base(
+    layers: Sequence[nn.Module],
+    *,
+    keep_ends: int = KEPT_AT_EACH_END,
+    readers: Callable[[nn.Module], Sequence[Sequence[nn.Module]]] = lambda layer: (),
+) -> Quantised:
+    """Replace every frozen linear of these decoder layers, in place, group by group, so that no second copy of all exists.
+
+    readers: groups of a layer's linears (as they are, or wrapped by PEFT) that read one input; the gradient of that input is one product then.
+    """
     count, total, worst = 0, 0, 0.0
     left: dict[str, int] = {}
     for index, layer in enumerate(layers):
-        for name, module in list(layer.named_modules()):
+        found: dict[nn.Linear, str] = {}
+        for name, module in layer.named_modules():
             if type(module) is not nn.Linear or ".lora_" in f".{name}":
                 continue
             total += 1
             why = fp8.why_not(module.weight, None)
             if index < keep_ends or index >= len(layers) - keep_ends:
-                why = "in the first or last layer"
+                why = "in the first or last layer" if keep_ends == 1 else f"in the first or last {keep_ends} layers"
             elif module.weight.requires_grad:
                 why = "trained"
             if why:
                 left[why] = left.get(why, 0) + 1
-                continue
-            made = Fp8Linear(fp8.quantise_weight(module.weight), module.bias)
-            original = module.weight.float()
-            error = float((made.weight - original).norm() / original.norm().clamp_min(1e-12))
-            worst = max(worst, error)
-            parent, _, attribute = name.rpartition(".")
-            owner: Any = layer.get_submodule(parent) if parent else layer
-            setattr(owner, attribute, made.train(module.training))
-            count += 1
+            else:
+                found[module] = name
+        for group in _groups(found, readers(layer)):
+            weights = [module.weight for module in group]
+            made = fp8.quantise_weights(weights) if len(group) > 1 else [fp8.quantise_weight(weights[0])]
+            for module, weight in zip(group, made, strict=True):
+                ours = Fp8Linear(weight, module.bias)
+                worst = max(worst, relative_error(ours.weight, module.weight))
+                parent, _, attribute = found[module].rpartition(".")
+                owner: Any = layer.get_submodule(parent) if parent else layer
+                setattr(owner, attribute, ours.train(module.training))
+                count += 1
     return Quantised(count, total, worst, left)
+
+
+def _groups(found: Iterable[nn.Linear], readers: Sequence[Sequence[nn.Module]]) -> list[list[nn.Linear]]:
+    """The linears, those of a group together where all of it was found."""
+    rest = dict.fromkeys(found)
+    groups: list[list[nn.Linear]] = []
+    for group in readers:
+        bases: list[Any] = [m.get_base_layer() if hasattr(m, "get_base_layer") else m for m in group]  # type: ignore[operator]
+        if 2 <= len(bases) <= fp8.JOINED and all(b in rest for b in bases):
+            groups.append(bases)
+            for base in bases:
+                del rest[base]
+    return [*groups, *([module] for module in rest)]

@@ -17,6 +17,7 @@ from rft.config.root import Config
 from rft.quickstart import files
 from rft.quickstart.stdlib import SYSTEM, Documented, documented_functions, example_of, split, write_rows
 from rft.report.units import duration
+from rft.words import counted
 
 HELD_OUT_ROWS = 64
 """Enough that the loss moves by more than its noise, few enough that measuring it twice takes half a minute."""
@@ -58,7 +59,7 @@ def quickstart(folder: Path, *, minutes: float = MINUTES) -> Outcome:
     log.say("config", f"{toml}   (yours to edit)")
     log.say(
         "probe",
-        f"{probe.tokens_per_second:,.0f} tok/s here: {steps} steps of {files.TOKENS_PER_STEP:,} tokens take about {trained}",
+        f"{probe.tokens_per_second:,.0f} tok/s here: {counted(steps, 'step')} of {files.TOKENS_PER_STEP:,} tokens take about {trained}",
     )
     result = _train(load_config(toml), toml)
     after = answer_of(str(folder / "run"), example)
@@ -181,7 +182,9 @@ def rft_command() -> str:
 
 def _say_what_next(outcome: Outcome, toml: Path) -> None:
     run, rft = outcome.folder / "run", rft_command()
-    log.say("loss", f"held-out {outcome.loss_before:.3f} -> {outcome.loss_after:.3f} in {outcome.steps} steps")
+    log.say(
+        "loss", f"held-out {outcome.loss_before:.3f} -> {outcome.loss_after:.3f} in {counted(outcome.steps, 'step')}"
+    )
     log.say("time", f"{duration(outcome.seconds)} in all")
     steps = [
         f"look at the run     {run / 'report.html'}",

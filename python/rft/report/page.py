@@ -27,6 +27,7 @@ def render(run: RunRecord) -> str:
         _section("Curves", _curves(run)),
         _section("Data", _data(run, view)),
         _section("Samples", _samples(view)),
+        _section("Memory", _memory(run)) if run.plan.get("planned") else "",
         _section("Receipts", _receipts(run)),
         _section("Verification", _verification(run)) if run.verify else "",
         _section("Environment", _environment(run)),
@@ -190,6 +191,26 @@ def _samples(view: DataView) -> str:
 def _span(text: str, kind: str) -> str:
     classes = {"trained": "t", "special": "s", "trained special": "t s"}
     return f'<span class="{classes[kind]}">{escape(text)}</span>' if kind in classes else escape(text)
+
+
+def _memory(run: RunRecord) -> str:
+    """By category as planned, and what of it was measured."""
+    planned, measured = run.plan["planned"], run.plan.get("measured") or {}
+    sizes = {**planned.get("allocated", {}), **planned.get("beside", {})}
+    rows = [[escape(str(name)), gib(_number(size))] for name, size in sizes.items()]
+    parts = [_table(["planned of a rank", "memory"], rows, numbers={1})]
+    peaks = [
+        "peak of torch's allocator",
+        gib(_number(planned.get("peak_bytes"))),
+        gib(_number(measured.get("peak_bytes"))),
+    ]
+    speeds = ["tokens/s of a rank", count(_number(planned.get("tokens_per_second")))]
+    compared = [peaks if measured else [*peaks[:2], "-"]]
+    ranks = max(1, int(_number(measured.get("ranks"))))
+    speed = _number(measured.get("tokens_per_second")) / ranks
+    compared.append([*speeds, count(speed) if speed else "-"])
+    parts.append(_table(["", "planned", "measured"], compared, numbers={1, 2}))
+    return "".join(parts)
 
 
 def _receipts(run: RunRecord) -> str:

@@ -22,6 +22,7 @@ class RunRecord:
     receipts: dict[str, Any]
     data: dict[str, Any]
     verify: dict[str, Any]
+    plan: dict[str, Any]
     train: list[dict[str, Any]]
     evals: list[dict[str, Any]]
     others: list[dict[str, Any]] = field(default_factory=list)
@@ -70,6 +71,7 @@ def read_run(path: Path) -> RunRecord:
         receipts=_json(path / "receipts.json", unreadable),
         data=_json(path / "data.json", unreadable),
         verify=_json(path / "verify.json", unreadable),
+        plan=_json(path / "plan.json", unreadable),
         train=train,
         evals=evals,
         others=others,

@@ -27,7 +27,9 @@ def significant(value: float, digits: int = 3) -> str:
 
 
 def gib(num_bytes: float) -> str:
-    """Bytes -> "45.1 GiB", or MiB below a tenth of one."""
+    """Bytes -> "45.1 GiB"; MiB below a tenth of one, KiB below a MiB."""
+    if num_bytes < 2**20:
+        return f"{num_bytes / 2**10:.0f} KiB"
     if num_bytes < 0.1 * 2**30:
         return f"{num_bytes / 2**20:.0f} MiB"
     return f"{num_bytes / 2**30:.1f} GiB"

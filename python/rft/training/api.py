@@ -9,22 +9,23 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from rft import log
 from rft.checkpoint.load import Checkpoint, open_checkpoint
 from rft.config.load import load_config
 from rft.config.root import Config
-from rft.errors import RftError, TrainingError
+from rft.errors import RftError, TrainingError, system_reason
 from rft.parallel.collectives import broadcast_json
 from rft.parallel.mesh import World, join_world, leave_world
 from rft.training import headline
+from rft.training.known import remember
 from rft.training.loop import train as train_run
+from rft.training.replan import ran_out
 from rft.training.result import Result
 from rft.training.resume import LOG, RunLock, Start, begin, take_run_dir
 from rft.training.rundir import write_run_files
 from rft.training.setup import Job, add_data, build_loaders, build_run, inspect_job
 from rft.training.state import check_same_plan
+from rft.training.trainee import Trainee
 
 PAGE = "report.html"
 Report = Callable[[Path], object]
@@ -88,8 +89,7 @@ def _memory_is_told(world: World) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        ran_out = isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
-        if not ran_out:
+        if not ran_out(error):
             raise
         raise TrainingError(
             "memory of the GPU" if world.device.type == "cuda" else "memory of this machine",
@@ -109,6 +109,8 @@ def _train_in(
 ) -> Result:
     began = time.perf_counter()
     job = inspect_job(config, world)
+    if world.rank == 0:
+        remember(config, world.world_size, job.known)
     headline.tell_machine(job.machine)
     headline.tell_model(job)
     add_data(job, rows)
@@ -131,12 +133,32 @@ def _train_in(
     finally:
         run.signals.restore()
         run.loader.close()
+        tell_offload(run.trainee)
         if run.eval_loader is not None:
             run.eval_loader.close()
     if run.is_main and report is not None:
         write_page(report, run_dir)
     headline.tell_end(run, time.perf_counter() - began)
     return result
+
+
+def tell_offload(trainee: Trainee) -> None:
+    """The run is over: what was moved, into run.log, and the file goes."""
+    offloader = getattr(trainee, "offloader", None)
+    if offloader is None:
+        return
+    pool = offloader.pool
+    told = [
+        f"{offloader.moved_bytes / 2**30:.2f} GiB to the host",
+        f"at most {pool.peak_bytes / 2**30:.2f} GiB held there",
+    ]
+    if pool.disk is not None:
+        told.append(
+            f"{pool.disk.written_bytes / 2**30:.2f} GiB written to disk, {pool.disk.read_bytes / 2**30:.2f} read"
+        )
+    told.append(f"{offloader.fetched_late} pieces fetched late")
+    log.detail("offload", ", ".join(told))
+    offloader.close()
 
 
 def begin_on_all(job: Job, run_dir: Path) -> Start:
@@ -158,7 +180,7 @@ def write_page(report: Report, run_dir: Path) -> None:
         report(run_dir)
     except OSError as error:
         log.warn(
-            f"the report could not be written to {headline.shown(run_dir)}: {log.reason(error)}. "
+            f"the report could not be written to {headline.shown(run_dir)}: {system_reason(error)}. "
             "The run itself is finished and complete",
             do="free some space, or see to the permissions, and start the same command again: it writes the report alone",
         )

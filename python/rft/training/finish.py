@@ -8,7 +8,9 @@ from rft.training.recorder import Recorder
 from rft.training.result import Result
 from rft.training.resume import mark_finished
 from rft.training.run import Run
+from rft.training.rundir import PLAN, write_json
 from rft.training.state import load_weights
+from rft.words import counted
 
 
 def finish(run: Run, recorder: Recorder) -> Result:
@@ -25,7 +27,25 @@ def finish(run: Run, recorder: Recorder) -> Result:
     if run.is_main:
         mark_finished(run.run_dir, result.to_json())
         tell(run, result)
+        compare_with_plan(run, result)
     return result
+
+
+def compare_with_plan(run: Run, result: Result) -> None:
+    """What was planned beside what was measured, on the terminal and in plan.json. Nothing on a CPU, which is not planned for."""
+    if run.planned is None:
+        return
+    planned, ranks = run.planned, run.world_size
+    speed, measured = planned.tokens_per_second * ranks, result.tokens_per_second
+    table = {
+        "planned": planned.to_json(),
+        "measured": {"peak_bytes": result.memory_peak_bytes, "tokens_per_second": measured, "ranks": ranks},
+    }
+    write_json(run.run_dir / PLAN, table)
+    words = f"peak {planned.chosen.sizes.peak / 2**30:.1f} GiB, measured {result.memory_peak_bytes / 2**30:.1f}"
+    if measured is not None:
+        words += f" · {speed:,.0f} tok/s, measured {measured:,.0f}"
+    log.say("planned", words)
 
 
 def write_final(run: Run) -> None:
@@ -84,7 +104,8 @@ def tell(run: Run, result: Result) -> None:
 
 
 def summary_words(result: Result) -> list[str]:
-    words = [f"{result.steps:,} steps", f"{result.epochs:.3g} epochs", f"{result.tokens:,} tokens"]
+    epochs = "1 epoch" if result.epochs == 1 else f"{result.epochs:.3g} epochs"
+    words = [counted(result.steps, "step"), epochs, counted(result.tokens, "token")]
     if result.train_loss is not None:
         words.append(f"loss {result.train_loss:.3f}")
     if result.tokens_per_second is not None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rft.data.batch import Batch
-from rft.models.describe import Facts
+from rft.models.facts import Facts
 
 # Dense peaks in TFLOP/s by the vendors' data sheets: bf16 tensor cores without sparsity, and plain fp32.
 # The first name that the device's name contains counts, so longer names come first.

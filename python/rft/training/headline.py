@@ -12,10 +12,12 @@ from rft import __version__, log
 from rft.config.adapter import LoraConfig
 from rft.data.prepare import describe as describe_data
 from rft.data.prepare import report_with_plan
+from rft.memory.planner import Planned
 from rft.training.live import duration
 from rft.training.machine import Machine
 from rft.training.run import Run
 from rft.training.setup import Job
+from rft.words import counted
 
 
 def tell_machine(machine: Machine) -> None:
@@ -55,6 +57,7 @@ def tell_run(run: Run) -> None:
     for sentence in describe_data(report_with_plan(run.prepared.report, run.loader, run.eval_loader)):
         log.say("data", sentence)
     log.say("plan", plan_sentence(run))
+    tell_few_steps(run)
     applied = [receipt_words(entry) for entry in run.receipts.get("applied", [])]
     if applied:
         log.say("applied", " · ".join(applied))
@@ -69,7 +72,7 @@ def plan_sentence(run: Run) -> str:
     ranks = f" x {run.world_size} ranks" if run.world_size > 1 else ""
     micro = f" x {run.micro_batch}" if run.micro_batch > 1 else ""
     pack = "a document" if config.data.packing == "none" else f"{config.data.seq_len:,} tokens"
-    parts = [f"{pack}{micro} x {accumulate}{ranks} a step", f"{run.total_steps:,} steps"]
+    parts = [f"{pack}{micro} x {accumulate}{ranks} a step", counted(run.total_steps, "step")]
     if run.state.step:
         parts.append(f"{run.total_steps - run.state.step:,} left")
     masters = "fp32 masters" if config.train.master == "float32" else "bf16 masters"
@@ -78,7 +81,42 @@ def plan_sentence(run: Run) -> str:
         parts.append("sharded" if config.parallel.data == "shard" else "replicated")
     schedule = config.optim.schedule
     parts.append(f"{schedule.name} from {config.optim.lr:g}, warm-up {run.schedule.warmup}")
+    if run.planned is not None:
+        parts += expected(run.planned, run.world_size, run.total_steps - run.state.step)
     return " · ".join(parts)
+
+
+def expected(planned: Planned, world_size: int, steps: int) -> list[str]:
+    """Memory, speed and time of so many steps, as planned."""
+    plan, chosen = planned.chosen.plan, planned.chosen
+    every = f"every {plan.recompute}" if isinstance(plan.recompute, int) else plan.recompute
+    saved = [f"recompute {every}"]
+    if plan.offload != "none":
+        saved.append(f"offload to {plan.offload}")
+    if plan.tiled_mlp > 1:
+        saved.append(f"MLPs in {plan.tiled_mlp} tiles")
+    return [
+        *saved,
+        f"peak {chosen.sizes.peak / 2**30:.1f} GiB of {planned.budget / 2**30:.0f}",
+        f"about {planned.tokens_per_second * world_size:,.0f} tok/s, {duration(steps * chosen.seconds)}",
+    ]
+
+
+FEW_STEPS = 10
+"""With fewer a learning rate has hardly warmed up before it is gone again."""
+
+
+def tell_few_steps(run: Run) -> None:
+    """Small data and the default step: a run that is over before it began, which somebody's first try often is."""
+    train = run.config.train
+    left_to_us = any(decision.key == "train.tokens_per_step" for decision in run.decisions)
+    if run.total_steps >= FEW_STEPS or train.max_steps is not None or not left_to_us or run.state.step:
+        return
+    tokens = run.loader.plan(0).num_tokens
+    log.warn(
+        f"the whole run is {counted(run.total_steps, 'step')}: a step takes up to {train.tokens_per_step:,} tokens, and an epoch has {tokens:,}",
+        do=f"set train.tokens_per_step = {max(run.config.data.seq_len or 0, tokens // 50)} or so, or more train.epochs",
+    )
 
 
 SPELLED = {"rms_norm": "RMSNorm", "rms_norm kernel": "RMSNorm kernel", "lora": "LoRA", "lora linear": "fused LoRA"}

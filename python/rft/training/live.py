@@ -9,6 +9,7 @@ from rich.live import Live
 from rich.text import Text
 
 from rft import log
+from rft.words import counted
 
 BAR_WIDTH = 20
 PLAIN_SECONDS = 10.0
@@ -59,7 +60,7 @@ class Progress:
                 self._last_evaluating = now
                 if not self._eval_note:  # nothing has been shown since the weights were read
                     when = f"after step {self._step}" if self._step else "before the first step"
-                    log.line(f"evaluating the held-out rows {when}: {total:,} batches")
+                    log.line(f"evaluating the held-out rows {when}: {counted(total, 'batch')}")
             elif done < total and now - self._last_evaluating >= PLAIN_SECONDS:
                 self._last_evaluating = now
                 log.line(f"evaluating {done:,}/{total:,}")

@@ -13,10 +13,11 @@ from rft.training.evaluate import Interrupted, evaluate
 from rft.training.finish import finish
 from rft.training.metrics import eval_line
 from rft.training.recorder import Recorder
+from rft.training.replan import step_within_memory
 from rft.training.result import Result
 from rft.training.run import Run
 from rft.training.state import save_state
-from rft.training.step import GivenUp, train_step
+from rft.training.step import GivenUp
 
 
 def train(run: Run) -> Result:
@@ -28,7 +29,7 @@ def train(run: Run) -> Result:
         try:
             evaluate_and_save(run, recorder)  # before the first step, or what a stopped run did not get to
             for micro_batches in steps_left(run, recorder):
-                result = train_step(run, micro_batches)
+                result = step_within_memory(run, micro_batches)
                 advance(run, result.counts)
                 recorder.step_done(result)
                 evaluate_and_save(run, recorder)

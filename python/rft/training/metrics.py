@@ -20,6 +20,7 @@ from rft.errors import TrainingError
 from rft.losses import NEXT_TOKEN
 from rft.models.finite import useless_numbers
 from rft.parallel.collectives import sum_tensor_over_ranks
+from rft.training.trackers import NUMBERS
 
 if TYPE_CHECKING:
     from rft.models.source import ModelSource
@@ -77,24 +78,11 @@ def _keep_up_to(path: Path, step: int | None) -> list[dict[str, Any]]:
     return lines
 
 
-_NUMBERS = (
-    "loss",
-    "grad_norm",
-    "lr",
-    "tokens",
-    "label_tokens",
-    "tokens_per_second",
-    "mfu",
-    "memory_peak_bytes",
-    "epoch",
-)
-
-
 def is_metrics_line(line: Any) -> bool:
     """Whether it is a line as a run writes it: an object with a step, whose numbers are numbers. Other kinds may follow later."""
     if not isinstance(line, dict) or type(line.get("step")) is not int or not isinstance(line.get("kind"), str):
         return False
-    return all(type(line[key]) in (int, float) for key in _NUMBERS if line.get(key) is not None) and isinstance(
+    return all(type(line[key]) in (int, float) for key in NUMBERS if line.get(key) is not None) and isinstance(
         line.get("seconds", {}), dict
     )
 

@@ -8,13 +8,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rft.config.adapter import LoraConfig
+from rft.config.optim import DEFAULT_WARMUP_RATIO, state_bytes_per_number
 from rft.config.root import Config
 from rft.errors import ConfigError
 from rft.memory import planner
-from rft.models.describe import Facts
-from rft.optim.schedule import DEFAULT_WARMUP_RATIO
+from rft.memory.devices import find_gpu, rates_of
+from rft.memory.plan import MemoryPlan
+from rft.memory.sizes import GIB, Problem, state_bytes
+from rft.memory.speed import Machinery
+from rft.models.facts import Facts
+from rft.models.rope import asked
 from rft.training.decision import Decision
-from rft.training.flops import peak_flops
 from rft.training.machine import Machine
 
 MAX_DEFAULT_SEQ_LEN = 8192
@@ -24,6 +28,8 @@ REPLICATE_SHARE = 0.6
 DETERMINISTIC_MEAN_LENGTH = 2048
 """Deterministic attention backward costs 1 % of a step at this document length, a third of attention at 16,384 (H200, torch 2.11)."""
 LR = {"lora": 2e-4, "none": 1e-5}
+LION_SHARE = 0.2
+"""Lion's rate over AdamW's: its updates are full steps, of which the paper takes a third to a tenth."""
 
 
 @dataclass
@@ -44,6 +50,32 @@ def resolve_precision(config: Config, machine: Machine) -> tuple[Config, list[De
     """Decide `train.precision`, which building the model needs. Raises ConfigError where the given one cannot be had here."""
     deciding = _Deciding()
     _decide_precision(deciding, config, machine)
+    return _apply(config, deciding)
+
+
+def resolve_rope(config: Config) -> tuple[Config, list[Decision]]:
+    """Decide `model.rope.target_length`, which finding the model needs. Raises ConfigError where nothing says how long texts are."""
+    deciding, rope = _Deciding(), config.model.rope
+    if asked(rope) and rope.target_length is None:
+        if config.data.seq_len is None:
+            raise ConfigError(
+                f'model.rope.method = "{rope.method}"',
+                "nothing says for how long texts",
+                do="set model.rope.target_length, or data.seq_len",
+            )
+        chosen = rope.model_copy(update={"target_length": config.data.seq_len})
+        shown = Decision("model.rope.target_length", config.data.seq_len, "data.seq_len")
+        deciding.set("model.rope", chosen, shown.reason, shown=shown)
+    return _apply(config, deciding)
+
+
+def tell_rope(config: Config, done: str) -> tuple[Config, list[Decision]]:
+    """The kind of scaling that `auto` became. done: what finding the model did, "yarn: ..."."""
+    deciding = _Deciding()
+    if done and config.model.rope.method == "auto":
+        kind = done.partition(":")[0]
+        chosen = config.model.rope.model_copy(update={"method": kind})
+        deciding.set("model.rope", chosen, done, shown=Decision("model.rope.method", kind, done))
     return _apply(config, deciding)
 
 
@@ -77,6 +109,7 @@ def resolve(
         deciding.set("loss.chunk_rows", chunk_rows, f"logits of {facts.vocab_size:,} tokens for so many rows at a time")
     _decide_optim(deciding, config)
     _decide_parallel(deciding, config, facts, machine)
+    _check_optim(deciding, config, machine)
     if config.train.accumulate is None and config.train.tokens_per_step is None:
         deciding.set("train.tokens_per_step", DEFAULT_TOKENS_PER_STEP, "default; at least one pack a rank")
     _decide_memory(deciding, config, facts, machine, kernels, isolates, can_recompute)
@@ -173,7 +206,10 @@ def _decide_adapter(deciding: _Deciding, config: Config) -> None:
 
 def _decide_seq_len(deciding: _Deciding, config: Config, facts: Facts) -> None:
     given, most = config.data.seq_len, facts.max_positions
-    if given is None:
+    target = config.model.rope.target_length
+    if given is None and target is not None:
+        deciding.set("data.seq_len", target, "model.rope.target_length")
+    elif given is None:
         own = most or MAX_DEFAULT_SEQ_LEN
         reason = f"the model was trained for {own:,} positions" if most else "the model's config names no limit"
         deciding.set("data.seq_len", min(own, MAX_DEFAULT_SEQ_LEN), reason)
@@ -182,7 +218,8 @@ def _decide_seq_len(deciding: _Deciding, config: Config, facts: Facts) -> None:
             f"data.seq_len = {given}",
             f"the model was trained for {most:,} positions",
             wanted=f"at most {most}",
-            do=f"set data.seq_len = {most}; longer documents are handled by data.overlong",
+            do=f"set data.seq_len = {most} (longer documents are handled by data.overlong), or model.rope.target_length = {given} to "
+            "scale its positions",
         )
 
 
@@ -207,12 +244,38 @@ def _decide_optim(deciding: _Deciding, config: Config) -> None:
     optim = config.optim
     if optim.lr == "auto":
         kind = "LoRA" if config.adapter.name == "lora" else "full fine-tuning"
-        deciding.set("optim.lr", LR[config.adapter.name], f"default for {kind}")
+        share, whose = (LION_SHARE, " with Lion") if optim.name == "lion" else (1.0, "")
+        deciding.set("optim.lr", LR[config.adapter.name] * share, f"default for {kind}{whose}")
     schedule = optim.schedule
     if schedule.warmup_steps is None and schedule.warmup_ratio is None:
         chosen = schedule.model_copy(update={"warmup_ratio": DEFAULT_WARMUP_RATIO})
         shown = Decision("optim.schedule.warmup_ratio", DEFAULT_WARMUP_RATIO, "default where no warm-up is given")
         deciding.set("optim.schedule", chosen, shown.reason, shown=shown)
+
+
+def _check_optim(deciding: _Deciding, config: Config, machine: Machine) -> None:
+    """Refuse what this number of ranks, or how they share the weights, cannot serve."""
+    if config.optim.in_backward and machine.world_size > 1:
+        raise ConfigError(
+            "optim.in_backward = true",
+            f"{machine.world_size} processes add their gradients up before any of them is applied",
+            wanted="one process",
+            do="leave out optim.in_backward",
+        )
+    if config.train.on_oom == "replan" and machine.world_size > 1:
+        raise ConfigError(
+            'train.on_oom = "replan"',
+            f"one of {machine.world_size} processes that makes its step again would leave the others waiting in theirs",
+            wanted="one process",
+            do="leave out train.on_oom; `rft plan` says what fits",
+        )
+    mode = deciding.changes.get("parallel", {}).get("data", config.parallel.data)
+    if config.memory.offload_states != "none" and mode == "shard" and machine.world_size > 1:
+        raise ConfigError(
+            f'memory.offload_states = "{config.memory.offload_states}"',
+            "states of sharded weights are not offloaded: a rank's share of them is small already",
+            do='leave out memory.offload_states, or set parallel.data = "replicate"',
+        )
 
 
 def _decide_parallel(deciding: _Deciding, config: Config, facts: Facts, machine: Machine) -> None:
@@ -221,12 +284,13 @@ def _decide_parallel(deciding: _Deciding, config: Config, facts: Facts, machine:
     if machine.world_size == 1:
         deciding.set("parallel.data", "replicate", "one process")
         return
-    needed = state_bytes(config, facts)
+    needed = replica_bytes(config, facts)
     share = needed / machine.memory_bytes
     sizes = f"weights, gradients and optimizer states take {needed / 2**30:.1f} GiB, {share:.0%} of a rank's memory"
     fits = share < REPLICATE_SHARE
-    if config.model.base_weights == "fp8":
-        deciding.set("parallel.data", "replicate", f'model.base_weights = "fp8" is not sharded; {sizes}')
+    if config.model.base_weights != "bf16":
+        held = config.model.base_weights
+        deciding.set("parallel.data", "replicate", f'model.base_weights = "{held}" is not sharded; {sizes}')
         return
     deciding.set("parallel.data", "replicate" if fits else "shard", sizes)
 
@@ -234,24 +298,34 @@ def _decide_parallel(deciding: _Deciding, config: Config, facts: Facts, machine:
 def _decide_memory(
     deciding: _Deciding, config: Config, facts: Facts, machine: Machine, kernels: bool, isolates: bool, can: bool
 ) -> None:
-    """`train.micro_batch` and `memory.recompute`, together: more packs at once need more memory."""
+    """`train.micro_batch` and every `auto` of [memory], together: more packs at once need more memory."""
     train, memory = config.train, config.memory
-    if train.micro_batch != "auto" and memory.recompute != "auto":
+    autos = [key for key in type(memory).model_fields if getattr(memory, key) == "auto"]
+    if train.micro_batch != "auto" and not autos:
         return
     if machine.kind == "cpu":
         if train.micro_batch == "auto":
             deciding.set("train.micro_batch", 1, "a CPU gains nothing from more packs at once")
-        if memory.recompute == "auto":
-            deciding.set("memory.recompute", "none", "a CPU run keeps everything")
+        for key in autos:
+            value, reason = _ON_A_CPU[key]
+            deciding.set(f"memory.{key}", value, reason)
         return
     now, _ = _apply(config, deciding)
     one = _one_pack_reason(now, isolates)
-    problem = memory_problem(now, facts, machine, kernels=kernels, can_recompute=can, one_pack=one is not None)
-    planned = planner.plan(problem)
+    planned = planner.plan(
+        *memory_problem(now, facts, machine, kernels=kernels, can_recompute=can, one_pack=one is not None)
+    )
     if train.micro_batch == "auto":
-        deciding.set("train.micro_batch", planned.chosen.micro_batch, one or planned.why_micro_batch())
-    if memory.recompute == "auto":
-        deciding.set("memory.recompute", planned.chosen.recompute, planned.why_recompute())
+        deciding.set("train.micro_batch", planned.chosen.plan.micro_batch, one or planned.why_micro_batch())
+    for key in autos:
+        deciding.set(f"memory.{key}", getattr(planned.chosen.plan, key), getattr(planned, f"why_{key}")())
+
+
+_ON_A_CPU: dict[str, tuple[Any, str]] = {
+    "recompute": ("none", "a CPU run keeps everything"),
+    "offload": ("none", "a CPU run keeps everything where it is"),
+    "tiled_mlp": (1, "a CPU run computes whole MLPs"),
+}
 
 
 def _one_pack_reason(config: Config, isolates: bool) -> str | None:
@@ -267,8 +341,8 @@ def _one_pack_reason(config: Config, isolates: bool) -> str | None:
 
 def memory_problem(
     config: Config, facts: Facts, machine: Machine, *, kernels: bool, can_recompute: bool, one_pack: bool
-) -> planner.Problem:
-    """The planner's question for one rank. Everything but micro_batch and recompute is decided."""
+) -> tuple[Problem, planner.Given, Machinery]:
+    """The planner's question for one rank. What is "auto" in train.micro_batch and [memory] is to be chosen, all else is decided."""
     train, memory = config.train, config.memory
     assert config.data.seq_len is not None
     rows = config.loss.chunk_rows
@@ -279,36 +353,89 @@ def memory_problem(
     else:
         assert train.tokens_per_step is not None
         packs = math.ceil(math.ceil(train.tokens_per_step / config.data.seq_len) / machine.world_size)
-    state = state_bytes(config, facts)
-    gathered = 0
-    if config.parallel.data == "shard" and machine.world_size > 1:
-        gathered = 2 * facts.weight_bytes // (facts.num_layers + 2)
-        state //= machine.world_size
-    limit = machine.memory_bytes if memory.limit is None else min(machine.memory_bytes, int(memory.limit * 2**30))
-    return planner.Problem(
+        packs = max(1, packs) if given is None else math.ceil(max(1, packs) / given) * given
+    rates = rates_of(machine.device_name)
+    context = rates.context if machine.kind == "cuda" else 0
+    limit = machine.memory_bytes
+    if memory.limit is not None and int(memory.limit * GIB) < machine.memory_bytes - context:
+        limit, context = int(memory.limit * GIB), 0  # of tensors: the context is beside them
+    problem = Problem(
         facts=facts,
-        state_bytes=state,
-        gathered_bytes=gathered,
         seq_len=config.data.seq_len,
-        packs=max(1, packs),
+        packs=packs,
         memory_bytes=limit,
         kernels=kernels,
-        trained_in_full=config.adapter.name == "none",
-        itemsize=4 if train.precision == "fp32" else 2,
-        chunk_rows=64 if rows == "least" else rows,
-        peak_flops=peak_flops(machine.device_name, train.precision) or planner.DEFAULT_PEAK,
-        micro_batch=given,
-        recompute=None if memory.recompute == "auto" else memory.recompute,
-        can_recompute=can_recompute,
+        context_bytes=context,
+        host_bytes=machine.host_bytes,
+        **_held(config),
+        **_ranks(config, machine),
     )
+    chosen: dict[str, Any] = {
+        key: None if getattr(memory, key) == "auto" else getattr(memory, key)
+        for key in ("recompute", "offload", "tiled_mlp", "offload_states")
+        if key in type(memory).model_fields
+    }
+    if facts.is_moe and chosen.get("tiled_mlp") is None:
+        chosen["tiled_mlp"] = 1  # experts are no MLP whose rows are independent
+    in_backward = bool(getattr(config.optim, "in_backward", False))
+    question = planner.Given(
+        micro_batch=given,
+        chunk_rows=rows,
+        can_recompute=can_recompute,
+        in_backward=in_backward,
+        **({"tiled_mlp": 1} | chosen),
+    )
+    return problem, question, machinery_of(machine, rates)
 
 
-def state_bytes(config: Config, facts: Facts) -> int:
-    """Bytes of weights, gradients and optimizer states of one unsharded rank."""
-    weight = 4 if config.train.precision == "fp32" else 2
-    kept = 4 if config.train.master == "float32" else 2
-    master = 4 if weight == 2 and kept == 4 else 0
-    return facts.num_parameters * weight + facts.num_trained * (master + 3 * kept)
+def machinery_of(machine: Machine, rates: Any = None) -> Machinery:
+    """Rates and links of a rank's device."""
+    gpu = find_gpu(machine.device_name)
+    rates = rates if rates is not None else rates_of(machine.device_name)
+    links = {} if gpu is None else {"within": gpu.within}
+    return Machinery(rates, per_node=machine.per_node or machine.world_size, **links)
+
+
+def planned_for(
+    config: Config,
+    facts: Facts,
+    machine: Machine,
+    *,
+    kernels: bool,
+    can_recompute: bool,
+    isolates: bool,
+) -> planner.Planned:
+    """What the planner expects of a resolved config, beside what else there would be."""
+    auto = config.model_copy(update={"memory": config.memory.model_copy(update={"recompute": "auto"})})
+    one = _one_pack_reason(config, isolates) is not None
+    problem, given, machinery = memory_problem(
+        auto, facts, machine, kernels=kernels, can_recompute=can_recompute, one_pack=one
+    )
+    return planner.planned(problem, MemoryPlan.of(config), given, machinery)
+
+
+def _held(config: Config) -> dict[str, Any]:
+    """How numbers are held, of a problem."""
+    size = 4 if config.train.precision == "fp32" else 2
+    return {
+        "trained_in_full": config.adapter.name == "none",
+        "itemsize": size,
+        "master_itemsize": 4 if config.train.master == "float32" or size == 4 else 2,
+        "base": config.model.base_weights,
+        "moment_bytes": state_bytes_per_number(config.optim),
+        "attention": config.model.attention,
+    }
+
+
+def _ranks(config: Config, machine: Machine) -> dict[str, Any]:
+    shard = config.parallel.data == "shard" and machine.world_size > 1
+    return {"shards": machine.world_size if shard else 1, "replicas": 1 if shard else machine.world_size}
+
+
+def replica_bytes(config: Config, facts: Facts) -> int:
+    """Weights, gradients and optimizer states of one unsharded rank. The config's precision is decided."""
+    problem = Problem(facts, seq_len=1, packs=1, memory_bytes=0, kernels=False, **_held(config))
+    return sum(state_bytes(problem).values())
 
 
 def _apply(config: Config, deciding: _Deciding) -> tuple[Config, list[Decision]]:

@@ -12,6 +12,7 @@ from torch import nn
 
 from rft.config.root import Config
 from rft.losses import SftLoss
+from rft.memory.planner import Planned
 from rft.optim import Optimizer, Schedule
 from rft.training.decision import Decision
 from rft.training.flops import FlopCounter
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from rft.data.prepare import Prepared
     from rft.models.source import ModelSource
     from rft.models.tokenizer import TokenizerFiles
+    from rft.training.replan import Replanner
     from rft.training.signals import Signals
     from rft.training.state import TrainState
 
@@ -59,6 +61,10 @@ class Run:
     flops: FlopCounter | None = None
     device_name: str = ""
     receipts: dict[str, Any] = field(default_factory=dict)
+    planned: Planned | None = None
+    """What the planner expects of a step; None on a CPU."""
+    replanner: Replanner | None = None
+    """What a step that runs out of memory does next."""
     saved_step: int | None = None
     """Step of the newest checkpoint, if it holds all there is to know of that step."""
     saved_path: Path | None = None

@@ -11,7 +11,7 @@ from rft.config.show import to_toml
 from rft.data.prepare import report_with_plan
 from rft.training.run import Run
 
-CONFIG, RECEIPTS, DATA = "config.resolved.toml", "receipts.json", "data.json"
+CONFIG, RECEIPTS, DATA, PLAN = "config.resolved.toml", "receipts.json", "data.json", "plan.json"
 
 
 def write_run_files(run: Run) -> None:
@@ -19,6 +19,8 @@ def write_run_files(run: Run) -> None:
     reasons = {decision.key: decision.reason for decision in run.decisions}
     (run.run_dir / CONFIG).write_text(log.mask(to_toml(run.config, reasons)), encoding="utf-8")
     write_json(run.run_dir / RECEIPTS, run.receipts)
+    if run.planned is not None:
+        write_json(run.run_dir / PLAN, {"planned": run.planned.to_json()})
     if run.prepared is not None:
         write_json(run.run_dir / DATA, report_with_plan(run.prepared.report, run.loader, run.eval_loader))
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,32 +18,47 @@ from rft.adapters.lora import initialise, inject, train_everything
 from rft.checkpoint.load import Checkpoint
 from rft.config.adapter import LoraConfig
 from rft.config.root import Config
-from rft.data.folder import default_root
 from rft.data.loader import Loader
 from rft.data.prepare import Prepared, prepare
-from rft.errors import ConfigError
+from rft.errors import ConfigError, Refused
 from rft.losses import SftLoss
-from rft.memory.recompute import apply_recompute
+from rft.memory import planner
+from rft.memory.planner import Planned
 from rft.memory.recompute import why_not as why_no_recompute
 from rft.models.attention import choose_backend, install_attention
 from rft.models.aux_loss import RouterLoss
 from rft.models.backbone import Backbone, decoder_layers
-from rft.models.describe import Facts, describe
+from rft.models.describe import describe
+from rft.models.facts import Facts
 from rft.models.head import KERNEL_ALLOWED, Head, auto_chunk_rows, compare_kernel
 from rft.models.load import build_meta, find_model, materialise
 from rft.models.probe import Probed, probe_architecture, require_packing
 from rft.models.receipts import Receipts
+from rft.models.rope import settle_dynamic
 from rft.models.source import ModelSource
 from rft.models.surgery import apply_swaps, why_no_kernels
 from rft.models.tokenizer import TokenizerFiles, load_tokenizer
-from rft.optim import BUILDERS, Schedule
+from rft.optim import BUILDERS, Home, Optimizer, Schedule
+from rft.optim.groups import is_lora_B
 from rft.parallel.apply import apply_replicate, parallelize
 from rft.parallel.fsdp import local_part
 from rft.parallel.mesh import World
+from rft.quant.packed import Packed, place
 from rft.training.decision import Decision
 from rft.training.flops import count_flops
+from rft.training.known import Known
 from rft.training.machine import Machine, inspect_machine, limit_threads
-from rft.training.resolve import plan_packs_per_step, plan_total_steps, resolve, resolve_for_data, resolve_precision
+from rft.training.memory_modes import offload_folder, save_memory
+from rft.training.replan import Replanner
+from rft.training.resolve import (
+    plan_packs_per_step,
+    plan_total_steps,
+    planned_for,
+    resolve_for_data,
+    resolve_precision,
+    resolve_rope,
+    tell_rope,
+)
 from rft.training.resume import accumulate_on_resume
 from rft.training.run import Run
 from rft.training.signals import Signals
@@ -68,11 +84,14 @@ class Job:
     """Trained parameters that this architecture computes with in fp32 in any case."""
     facts: Facts
     probed: Probed
+    known: Known
     receipts: Receipts = field(default_factory=Receipts)
     decisions: list[Decision] = field(default_factory=list)
     prepared: Prepared | None = None
     kernels: bool = False
     """Whether the Triton kernels are swapped in."""
+    planned: Planned | None = None
+    """What the planner expects of a step; None on a CPU, which is not planned for."""
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -98,7 +117,11 @@ def inspect_job(config: Config, world: World, *, kernels: bool | None = None) ->
     limit_threads()
     machine = inspect_machine(world.device, world.world_size)
     config, decisions = resolve_precision(config, machine)
+    config, of_rope = resolve_rope(config)
+    decisions += of_rope
     source = find_model(config.model)
+    config, of_rope = tell_rope(config, source.rope)
+    decisions += of_rope
     tokenizer = load_tokenizer(config.model)
     compute_dtype = DTYPES[config.train.precision]
     master_dtype = torch.float32 if compute_dtype == torch.float32 else DTYPES[config.train.master]
@@ -121,6 +144,11 @@ def inspect_job(config: Config, world: World, *, kernels: bool | None = None) ->
         receipts.ask("full fine-tuning")
         train_everything(model, dtype=master_dtype)
     facts = describe(model)
+    if source.rope:
+        facts = replace(facts, max_positions=config.model.rope.target_length)
+        receipts.apply("positions", facts.num_layers, facts.num_layers, source.rope)
+        if config.model.rope.method == "none":
+            log.warn(f"positions beyond those that the model was trained for, without scaling: {source.rope}")
     no_kernels = why_no_kernels(world.device) if kernels is None else None if kernels else "switched off by the caller"
     if no_kernels:
         receipts.decline("kernels", 0, no_kernels)
@@ -133,17 +161,22 @@ def inspect_job(config: Config, world: World, *, kernels: bool | None = None) ->
     rows = auto_chunk_rows(
         world.device.type, facts.vocab_size, kernels=not no_kernels, head_trained=head_trained, itemsize=itemsize
     )
-    config, more = resolve(
-        config,
-        facts,
-        machine,
+    can_recompute = not why_no_recompute(list(decoder_layers(model)))
+    known = Known(
+        facts=facts,
+        machine=machine,
         attention=choose_backend(config.model.attention, world.device, compute_dtype, probed.needs),
         chunk_rows=rows,
-        store=str(default_root()),
         kernels=not no_kernels,
         isolates=probed.isolates,
-        can_recompute=not why_no_recompute(list(decoder_layers(model))),
+        can_recompute=can_recompute,
     )
+    config, more = known.resolve(config)
+    planned = None
+    if machine.kind == "cuda":
+        planned = planned_for(
+            config, facts, machine, kernels=not no_kernels, can_recompute=can_recompute, isolates=probed.isolates
+        )
     assert isinstance(config.train.micro_batch, int)
     require_packing(
         probed, packing=config.data.packing, micro_batch=config.train.micro_batch, name=type(model).__name__
@@ -161,15 +194,9 @@ def inspect_job(config: Config, world: World, *, kernels: bool | None = None) ->
         receipts=receipts,
         decisions=[*decisions, *more],
         kernels=not no_kernels,
+        planned=planned,
+        known=known,
     )
-
-
-def resolve_without_weights(config: Config) -> tuple[Config, list[Decision]]:
-    """The config as a run on this machine would have it, and why; reads neither weights nor data."""
-    from rft.parallel.mesh import join_world
-
-    job = inspect_job(config, join_world())
-    return job.config, job.decisions
 
 
 def add_data(job: Job, rows: Iterable[dict[str, Any]] | None) -> None:
@@ -178,10 +205,14 @@ def add_data(job: Job, rows: Iterable[dict[str, Any]] | None) -> None:
     job.prepared = prepare(job.config.data, job.tokenizer, rows=rows, lead=lead, seed=job.config.train.seed)
     assert job.config.data.seq_len is not None
     lengths = np.minimum(job.prepared.train.lengths().astype(np.float64), job.config.data.seq_len)
-    job.config, decisions = resolve_for_data(
-        job.config, job.machine, float((lengths**2).sum() / lengths.sum()), job.facts.is_moe
-    )
+    mean_length = float((lengths**2).sum() / lengths.sum())
+    job.config, decisions = resolve_for_data(job.config, job.machine, mean_length, job.facts.is_moe)
     job.decisions += decisions
+    if job.planned is not None:
+        counts = job.prepared.report["train"]
+        labelled = counts.get("trained_tokens", 0) / max(counts.get("tokens", 0), 1)
+        problem = replace(job.planned.problem, label_share=labelled or 1.0, document_tokens=mean_length)
+        job.planned = planner.again(job.planned, problem)
 
 
 def build_run(job: Job, run_dir: Path, checkpoint: Checkpoint | None) -> Run:
@@ -196,8 +227,9 @@ def build_run(job: Job, run_dir: Path, checkpoint: Checkpoint | None) -> Run:
     total_steps = plan_total_steps(job.config, lambda epoch: loader.steps_in_epoch(epoch, packs_per_step))
     if total_steps == 0:
         raise ConfigError("train.epochs", f"{job.config.train.epochs:g} is no step at all", wanted="at least one step")
-    trainee = build_trainee(job)
-    optimizer = build_optimizer(job, trainee)
+    refuse_many_updates(job, packs_per_step)
+    trainee = build_trainee(job, run_dir)
+    optimizer = build_optimizer(job, trainee, run_dir, packs_per_step=packs_per_step)
     config = job.config
     run = Run(
         config=config,
@@ -225,6 +257,8 @@ def build_run(job: Job, run_dir: Path, checkpoint: Checkpoint | None) -> Run:
         flops=count_flops(trainee.model, job.facts),
         device_name=job.machine.device_name,
         receipts=job.receipts.to_json(),
+        planned=job.planned,
+        replanner=Replanner(job, run_dir),
     )
     seed_everything(
         config.train.seed + job.world.rank
@@ -235,7 +269,21 @@ def build_run(job: Job, run_dir: Path, checkpoint: Checkpoint | None) -> Run:
     return run
 
 
-def build_trainee(job: Job) -> Trainee:
+def refuse_many_updates(job: Job, packs_per_step: int) -> None:
+    """`optim.in_backward` applies a gradient as soon as a backward brings it: a step may have one backward only."""
+    micro_batch = job.config.train.micro_batch
+    assert isinstance(micro_batch, int)
+    count = packs_per_step // (micro_batch * job.world.world_size)
+    if job.config.optim.in_backward and count > 1:
+        raise ConfigError(
+            "optim.in_backward = true",
+            f"a step has {count} micro-batches of {micro_batch} pack{'s' if micro_batch > 1 else ''}, and each would be an update",
+            wanted="one micro-batch a step",
+            do="set train.accumulate = 1 with train.micro_batch, or leave out optim.in_backward",
+        )
+
+
+def build_trainee(job: Job, run_dir: Path | None = None) -> Trainee:
     """The model with everything swapped in, sharded where asked, its weights read, around which the trainee is put."""
     config, world, model = job.config, job.world, job.model
     apply_swaps(model, job.receipts, device=world.device, kernels=job.kernels)
@@ -249,16 +297,17 @@ def build_trainee(job: Job) -> Trainee:
     backbone = Backbone(model, attention, router_logits=losses.router, isolate=job.probed.isolates)
     trainee = Trainee(model, backbone, head, losses, router=router)
     layers = list(decoder_layers(model))
-    assert config.memory.recompute != "auto", "resolve() decides memory.recompute"
-    again = apply_recompute(layers, config.memory.recompute)
-    if again:
-        job.receipts.apply("recompute", again, len(layers), "layers keep their input and are computed again")
+    save_memory(job, trainee, layers, run_dir)
     mixed = job.compute_dtype if job.compute_dtype != job.master_dtype else None
     parallelize(trainee, world, job.mode, layers=layers, compute_dtype=mixed)  # type: ignore[arg-type]
     if job.mode != "none":
         how = {"shard": "FSDP2, a group a layer", "replicate": "gradients summed in fp32 during the backward"}[job.mode]
         job.receipts.apply(f"parallel {job.mode}", 1, 1, f"{world.world_size} ranks, {how}")
+    packed = pack_base(job, layers) if config.model.base_weights in ("nf4", "int8") else None
     materialise(model, job.source, world.device, root=trainee, local_part=local_part)
+    if packed is not None:
+        tell_packed(job, packed)
+    settle_dynamic(model, config.model.rope.target_length)
     if isinstance(config.adapter, LoraConfig):
         initialise(model, config.adapter, seed=config.train.seed, local_part=local_part)
     if config.model.base_weights == "fp8":
@@ -268,15 +317,55 @@ def build_trainee(job: Job) -> Trainee:
     return trainee.train()
 
 
+def pack_base(job: Job, layers: list[torch.nn.Module]) -> Packed:
+    """Containers for frozen linears of the decoder layers, which take their weights in fewer bits as these are read."""
+    kind = job.config.model.base_weights
+    assert kind in ("nf4", "int8")
+    placed = place(job.model, layers, kind)
+    if not placed.linears:
+        why = next(iter(placed.left), "its decoder layers have no frozen linear")
+        raise Refused(f'model.base_weights = "{kind}"', why, do='set model.base_weights = "bf16"')
+    return placed
+
+
+def tell_packed(job: Job, packed: Packed) -> None:
+    """Receipt of a quantised base: how much, how well, and what stayed in 16 bits."""
+    size = packed.bytes() / packed.numbers * 8
+    how = f"{packed.bytes() / 2**30:.2f} GiB, {size:.2f} bits a number; dequantised into one shared buffer"
+    checked = {"largest relative error of a weight": job.model.rft_packing_error}
+    job.receipts.apply(f"{packed.kind} base", len(packed.linears), packed.of, how, checked)
+    for why, count in packed.left.items():
+        job.receipts.decline(f"{packed.kind} base", count, why)
+    share = packed.left_numbers / (packed.numbers + packed.left_numbers)
+    if share > 0.05:
+        log.warn(
+            f'model.base_weights = "{packed.kind}": {share:.0%} of the weights in the decoder layers stay in 16 bits '
+            f"({', '.join(packed.left)}): {packed.left_numbers * job.compute_dtype.itemsize / 2**30:.1f} GiB"
+        )
+
+
 def quantise_to_fp8(job: Job, layers: list[torch.nn.Module]) -> None:
     """Frozen linears of the decoder layers in FP8, once their weights are there."""
-    from rft.quant.fp8 import quantise_base
+    from rft.models.decoder_layer import readers_of_one_input
+    from rft.quant.fp8 import KEPT_AT_EACH_END, quantise_base
 
-    done = quantise_base(layers)
+    keep = job.config.model.keep_ends
+    keep = KEPT_AT_EACH_END if keep is None else keep
+    done = quantise_base(layers, keep_ends=keep, readers=readers_of_one_input)
     how = "e4m3 by row, both layouts; LoRA on unquantised inputs"
     job.receipts.apply("fp8 base", done.count, done.of, how, {"largest relative error of a weight": done.error})
     for why, count in done.left.items():
         job.receipts.decline("fp8 base", count, why)
+    if job.kernels:
+        from rft.models.decoder_layer import count_handed_rows
+
+        handed, readers = count_handed_rows(layers)
+        if handed:
+            how = "inputs of q, k, v and of gate, up quantised by the norm before"
+            job.receipts.apply("fp8 inputs", handed, readers, how)
+        if handed < readers:
+            why = "their layer is not served by `add and norm`: a pass of their own quantises them"
+            job.receipts.decline("fp8 inputs", readers - handed, why)
 
 
 def build_head(job: Job) -> Head:
@@ -310,19 +399,73 @@ def train_router(job: Job) -> RouterLoss | None:
     return loss
 
 
-def build_optimizer(job: Job, trainee: Trainee) -> Any:
-    """AdamW over what is trained. Where ranks hold whole weights, bf16 copies are computed with and fp32 masters updated."""
-    config = job.config
+def build_optimizer(
+    job: Job, trainee: Trainee, run_dir: Path | None = None, *, packs_per_step: int | None = None
+) -> Optimizer:
+    """The optimizer over what is trained. Where ranks hold whole weights, bf16 copies are computed with and fp32 masters updated."""
+    config, memory = job.config, job.config.memory
     split = job.master_dtype != job.compute_dtype and job.mode != "shard"  # FSDP2 keeps fp32 shards and gathers bf16
     named = [(name, p) for name, p in trainee.named_parameters() if p.requires_grad]
     tables = {id(p) for m in trainee.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters()}
-    return BUILDERS[type(config.optim)](
+    model: Any = trainee.model
+    output = {id(p) for p in model.get_output_embeddings().parameters()}
+    home = None
+    if memory.offload_states != "none":
+        home = Home(memory.offload_states, job.world.device, offload_folder(config, run_dir))
+    optimizer = BUILDERS[type(config.optim)](
         named,
         config.optim,
         compute_dtype=job.compute_dtype if split else None,
         keep=frozenset(f"model.{name}" for name in job.wide),
         embeddings=frozenset(name for name, p in named if id(p) in tables),
+        head=frozenset(name for name, p in named if id(p) in output),
+        narrow_gradients=added_once(job, trainee, packs_per_step) if split else frozenset(),
+        seed=config.train.seed,
+        kernels=job.kernels,
+        home=home,
     )
+    tell_optimizer(job, optimizer)
+    return optimizer
+
+
+def added_once(job: Job, trainee: Trainee, packs_per_step: int | None) -> frozenset[str]:
+    """Trained parameters to whose gradient a step brings one part, in the compute type: an fp32 tensor for it would hold the same.
+
+    Not those of adapters and of the output head: theirs come in fp32 from where they are made.
+    """
+    if (
+        job.mode != "none"
+        or packs_per_step != job.config.train.micro_batch
+        or isinstance(job.config.adapter, LoraConfig)
+    ):
+        return frozenset()
+    uses = Counter(id(p) for _, p in trainee.named_parameters(remove_duplicate=False))
+    model: Any = trainee.model
+    uses.update(id(p) for p in model.get_output_embeddings().parameters())
+    return frozenset(name for name, p in trainee.named_parameters() if p.requires_grad and uses[id(p)] == 1)
+
+
+def tell_optimizer(job: Job, optimizer: Optimizer) -> None:
+    """Receipts of what the optimizer does besides plain updates."""
+    config, count = job.config, len(optimizer.parameters)
+    how = ", ".join(f"{number} tensors by {rule}" for rule, number in optimizer.rules().items())
+    job.receipts.apply(f"optimizer {config.optim.name}", count, count, how)
+    if job.master_dtype == torch.bfloat16:
+        narrow = sum(p.dtype == torch.bfloat16 for p in optimizer.parameters)
+        job.receipts.apply("bf16 weights", narrow, count, "rounded stochastically, noise by seed, step and name")
+    if config.optim.lora_plus_ratio:
+        factors = sum(is_lora_B(name) for group in optimizer.param_groups for name in group["names"])
+        if not factors:
+            raise Refused("optim.lora_plus_ratio", "no B matrix is trained here", do="leave it out")
+        job.receipts.apply(
+            "lora plus", factors, count, f"B matrices at {config.optim.lora_plus_ratio:g} times the rate"
+        )
+    if config.optim.in_backward:
+        job.receipts.apply("step in backward", count, count, "each weight is updated when its gradient is there")
+    if config.memory.offload_states != "none":
+        job.receipts.apply(
+            f"states on {config.memory.offload_states}", count, count, "visit the device a bucket at a time"
+        )
 
 
 # ---- data

@@ -21,6 +21,7 @@ from rft.checkpoint.load import Checkpoint, check_tensors, load_tensors, open_ch
 from rft.checkpoint.save import MODEL, OPTIMIZER, Mark, rotate, save_checkpoint
 from rft.errors import CheckpointError, ConfigError
 from rft.training.resume import SUMMARY
+from rft.words import counted
 
 if TYPE_CHECKING:
     from rft.training.run import Run
@@ -221,6 +222,7 @@ def resume_state(run: Run, checkpoint: Checkpoint) -> None:
     check_tensors(checkpoint, OPTIMIZER, moments)
     _load_masters(run, checkpoint)
     load_tensors(checkpoint, OPTIMIZER, moments)
+    run.optimizer.state_was_loaded()
     if rng is not None:
         rng.restore()
     if run.rank == 0:
@@ -275,7 +277,7 @@ def _tell(run: Run, checkpoint: Checkpoint, planned: int, described: Any) -> Non
     if checkpoint.world_size != run.world_size:
         log.say(
             "resume",
-            f"{checkpoint.world_size} processes saved it, {run.world_size} go on: equal up to rounding, not bit for bit",
+            f"saved by {counted(checkpoint.world_size, 'process')}, now {run.world_size}: equal up to rounding, not bit for bit",
         )
     now = versions()
     changed = [f"{name} {old} -> {now[name]}" for name, old in checkpoint.versions.items() if now.get(name, old) != old]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rft.data.batch import Batch
 from rft.losses import sum_terms
-from rft.optim import clip_grad_norm
+from rft.optim import clip_factor, grad_norm
 from rft.parallel.apply import reduce_gradients
 from rft.parallel.collectives import sum_over_ranks
 from rft.training.run import Run
@@ -53,12 +53,16 @@ def train_step(run: Run, micro_batches: list[Batch]) -> StepResult:
             sum(normalised.values()).backward()
         for term, value in normalised.items():
             shares[term] += value.detach()
-    grad_norm = clip_grad_norm(run.optimizer.parameters, run.config.train.max_grad_norm)
     lr = run.schedule.lr
-    run.optimizer.step()
+    if run.optimizer.in_backward:
+        norm = run.optimizer.norm_in_backward()
+        run.optimizer.step()
+    else:
+        norm = grad_norm(run.optimizer.parameters)
+        run.optimizer.step(clip_factor(norm, run.config.train.max_grad_norm))
     run.schedule.step()
     run.optimizer.zero_grad()
-    return StepResult(shares, grad_norm, counts, lr)
+    return StepResult(shares, norm, counts, lr)
 
 
 def count(run: Run, batch: Batch) -> dict[str, float]:

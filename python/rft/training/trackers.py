@@ -13,7 +13,8 @@ from rft.errors import ConfigError
 
 EXTRAS = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
 """Tracker -> the module that it needs, which is also the name of the extra."""
-KEPT = (
+NUMBERS = (
+    "epoch",
     "loss",
     "router_aux_loss",
     "grad_norm",
@@ -24,6 +25,7 @@ KEPT = (
     "mfu",
     "memory_peak_bytes",
 )
+"""Numbers of a line of metrics.jsonl, where it has them: what trackers are sent."""
 
 
 class Tracker(Protocol):
@@ -67,7 +69,7 @@ class _About:
 
 def values_of(line: dict[str, Any]) -> dict[str, float]:
     """Numbers of a metrics line, named "train/loss" and so on."""
-    return {f"{line['kind']}/{key}": line[key] for key in KEPT if line.get(key) is not None}
+    return {f"{line['kind']}/{key}": line[key] for key in NUMBERS if line.get(key) is not None}
 
 
 class _TensorBoard:

@@ -47,6 +47,10 @@ class Trainee(nn.Module):
         # In a tuple, so that what of them is a module is not registered a second time: each parameter keeps one name.
         self._parts = (backbone, head, router)
 
+    @property
+    def head(self) -> LossHead:
+        return self._parts[1]
+
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """Sums by term, fp32 scalars. Every trained parameter is in their graph, also for a filler pack without a label."""
         backbone, head, router = self._parts

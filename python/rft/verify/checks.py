@@ -91,7 +91,7 @@ def equals_transformers(case: Small) -> Iterator[Check]:
 
     run = case.build("stock", train={"accumulate": ALL_PACKS})
     documents = list(documents_of(run))
-    base = stock_loss_sum(stock(case.model), documents)
+    base = stock_loss_sum(stock(case.base), documents)
     if not case.has_adapter:
         yield measured("loss = transformers", relative(loss_sum(run), base), FP32)
         run_steps(run, 2)
@@ -109,9 +109,9 @@ def equals_transformers(case: Small) -> Iterator[Check]:
     write_final(run)
     from peft import PeftModel
 
-    loaded = PeftModel.from_pretrained(stock(case.model), run.run_dir / "final")
+    loaded = PeftModel.from_pretrained(stock(case.base), run.run_dir / "final")
     yield measured("saved adapter in PEFT = live", relative(stock_loss_sum(loaded, documents), live), FP32)
-    merge(run.run_dir / "final", run.run_dir / "merged", base=ModelConfig(path=str(case.model)))
+    merge(run.run_dir / "final", run.run_dir / "merged", base=ModelConfig(path=str(case.base)))
     merged = stock_loss_sum(stock(run.run_dir / "merged"), documents)
     yield measured("merged adapter = adapter on", relative(merged, live), FP32)
 

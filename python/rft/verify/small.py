@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from rft.checkpoint.load import Checkpoint
+from rft.checkpoint.merge import linear_files
 from rft.config.adapter import LoraConfig
+from rft.config.model import ModelConfig
 from rft.config.root import Config
+from rft.models.bitsandbytes_files import RoundedReader
 from rft.models.load import find_model
 from rft.models.shrink import build_small
 from rft.parallel.mesh import World, join_world
@@ -45,6 +49,12 @@ class Small:
         return self.folder / "model"
 
     @property
+    def base(self) -> Path:
+        """The model that adapters lie on: what a base in fewer bits stands for, where that is trained over."""
+        rounded = self.folder / "model-rounded"
+        return rounded if rounded.is_dir() else self.model
+
+    @property
     def has_adapter(self) -> bool:
         return isinstance(self.config.adapter, LoraConfig)
 
@@ -68,6 +78,8 @@ def make_small(config: Config, folder: Path, *, device: str | None = None) -> Sm
     source = find_model(config.model)
     _write_model(source.config, folder / "model", trust_remote_code=config.model.trust_remote_code)
     _write_tokenizer(folder / "model")
+    if config.model.base_weights in ("nf4", "int8"):
+        _write_rounded(folder / "model", folder / "model-rounded", config.model.base_weights)
     _write_rows(folder / "rows.jsonl")
     case = Small(folder, config, device)
     adapter: dict[str, Any] = {}
@@ -78,14 +90,14 @@ def make_small(config: Config, folder: Path, *, device: str | None = None) -> Sm
         ):
             adapter["targets"] = "all-linear"  # names of single layers: the small copy has fewer
             case.notes.append("adapter.targets names single layers; checked with all-linear")
-    attention = config.model.attention
-    if config.model.base_weights != "bf16" or attention not in ("auto", "sdpa", "math"):
+    attention, base = config.model.attention, config.model.base_weights
+    if base == "fp8" or attention not in ("auto", "sdpa", "math"):
         case.notes.append("checked in fp32: with plain base weights, and attention that computes in it")
         attention = "auto"
-    plain = {"attention": attention, "base_weights": "bf16"}
+    plain = {"attention": attention, "base_weights": "bf16" if base == "fp8" else base}
     case.config = changed(
         config,
-        model={"path": str(folder / "model"), "revision": None, "add_tokens": [], **plain},
+        model={"path": str(folder / "model"), "revision": None, "add_tokens": [], "rope": {}, **plain},
         adapter=adapter,
         data={
             "train": [{"path": str(folder / "rows.jsonl"), "format": "prompt_completion"}],
@@ -97,7 +109,12 @@ def make_small(config: Config, folder: Path, *, device: str | None = None) -> Sm
             "store": str(folder / "sets"),
         },
         loss={"chunk_rows": 16},
-        optim={"lr": 3e-3, "schedule": {"name": "constant", "warmup_steps": 0}, "groups": []},
+        optim={
+            "lr": 3e-3,
+            "schedule": {"name": "constant", "warmup_steps": 0},
+            "groups": [],
+            "in_backward": False,
+        },
         train={
             "precision": "fp32",
             "master": "float32",
@@ -129,6 +146,21 @@ def changed(config: Config, **tables: dict[str, Any]) -> Config:
 def _write_model(config: Any, folder: Path, *, trust_remote_code: bool) -> None:
     model = build_small(without_dropout(config), "cpu", trust_remote_code=trust_remote_code)
     model.save_pretrained(folder)
+
+
+def _write_rounded(model: Path, out: Path, kind: Literal["nf4", "int8"]) -> None:
+    """The same folder with what its linears are after quantising."""
+    from safetensors.torch import save_file
+
+    shutil.copytree(model, out)
+    config = ModelConfig(path=str(model))
+    source = find_model(config)
+    reader = RoundedReader(source.reader, linear_files(source, config), kind)
+    save_file(
+        {name: reader.read(name).contiguous() for name in reader.names()},
+        out / "model.safetensors",
+        metadata={"format": "pt"},
+    )
 
 
 def without_dropout(config: Any) -> Any:
@@ -211,12 +243,14 @@ def run_steps(run: Run, until: int) -> list[float]:
 class _Catcher:
     """Takes the optimizer's place in one step: keeps the gradients and updates nothing."""
 
+    in_backward = False
+
     def __init__(self, run: Run):
         self._named = [(name, p) for name, p in run.trainee.named_parameters() if p.requires_grad]
         self.parameters = [p for _, p in self._named]
         self.gradients: dict[str, Tensor] = {}
 
-    def step(self) -> None:
+    def step(self, scale: object = None) -> None:
         self.gradients = {name: p.grad.detach().float().cpu().clone() for name, p in self._named if p.grad is not None}
 
     def zero_grad(self) -> None:

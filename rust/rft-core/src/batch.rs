@@ -30,8 +30,6 @@ pub struct Buffers<'a> {
 pub struct Filled {
     /// Length of the row.
     pub tokens: usize,
-    /// Longest document, fill-up included.
-    pub max_length: u32,
     /// Real tokens.
     pub num_tokens: u64,
     /// Positions with a label.
@@ -73,7 +71,6 @@ pub fn fill(plan: &Plan, packs: &[Option<usize>], pad_id: i64, buffers: &mut Buf
         end += *length as i32;
         *to = end;
     }
-    filled.max_length = filled.lengths.iter().copied().max().unwrap_or(0);
     Ok(filled)
 }
 

@@ -47,8 +47,11 @@ fn is_verdict(value: &Value) -> bool {
     }
 }
 
+/// Fields without which a row is none of those that [`refuse_preferences`] refuses.
+pub(crate) const TELLING: [&str; 3] = ["chosen", "completion", "completions"];
+
 /// Rows for other losses must not be trained as if all of their answers were right.
-fn refuse_preferences(row: &Map<String, Value>) -> RowResult<()> {
+pub(crate) fn refuse_preferences(row: &Map<String, Value>) -> RowResult<()> {
     let has = |name: &str| row.get(name).is_some_and(|value| !value.is_null());
     let plain = "format = \"prompt_completion\"";
     let (kind, fields, remedy) = if has("chosen") && has("rejected") {

@@ -54,6 +54,26 @@ pub struct Error {
     pub remedy: String,
 }
 
+/// The text with what a terminal would obey, or what would reorder or hide text, as its number; line ends and tabs are left.
+/// Names of files and words from data reach the terminal through here.
+pub fn visible(text: &str) -> String {
+    let unsafe_to_show = |c: char| match c {
+        '\n' | '\t' => false,
+        '\u{61c}' | '\u{200b}' | '\u{200e}' | '\u{200f}' | '\u{feff}' => true,
+        '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{fff9}'..='\u{fffb}' | '\u{e0000}'..='\u{e0fff}' => true,
+        _ => c.is_control(),
+    };
+    let mut out = String::with_capacity(text.len());
+    for c in text.chars() {
+        match c as u32 {
+            _ if !unsafe_to_show(c) => out.push(c),
+            code @ 0..0x100 => out.push_str(&format!("\\x{code:02x}")),
+            code => out.push_str(&format!("\\u{code:04x}")),
+        }
+    }
+    out
+}
+
 /// Result of the core.
 pub type Result<T> = std::result::Result<T, Error>;
 

@@ -5,12 +5,13 @@ use std::collections::BTreeMap;
 use serde_json::value::RawValue;
 use serde_json::{Map, Value, json};
 
+use crate::detect;
 use crate::format::{EXTRA, Format};
 use crate::jsonl::Layout;
 use crate::lean::Names;
 use crate::readers;
 use crate::row_error::{Reason, RowError};
-use crate::spec::Source;
+use crate::spec::{FormatChoice, Source};
 
 /// A turn of a chat.
 #[derive(Clone, Debug, PartialEq)]
@@ -116,6 +117,10 @@ impl Parser {
             return Err(error);
         }
         let mut row = parse_object(bytes, &|name| self.uses(name))?;
+        if self.is_detected() {
+            // The first rows decided the format; any other row may be of a kind that must not be learned by heart.
+            detect::refuse_preferences(&row)?;
+        }
         let name = self.name("loss_weight", &row);
         let weight = take_weight(&mut row, name, "")?;
         let content = match self.format {
@@ -140,6 +145,11 @@ impl Parser {
         present.or(names.first()).map_or(ours, |name| *name).to_string()
     }
 
+    /// Whether nobody but the file's first rows said what its rows are.
+    fn is_detected(&self) -> bool {
+        self.source.format == FormatChoice::Auto && self.source.fields.is_empty()
+    }
+
     /// The names of chat rows, for reading them without a tree.
     pub(crate) fn lean(&self) -> Option<&Names> {
         self.lean.as_ref()
@@ -153,6 +163,9 @@ impl Parser {
         let all = |ours: &str| -> Vec<String> { format.names(ours, source).into_iter().map(String::from).collect() };
         let mut telling = EXTRA.map(String::from).to_vec();
         telling.extend(["system", "tools", "loss_weight"].iter().flat_map(|ours| all(ours)));
+        if self.is_detected() {
+            telling.extend(detect::TELLING.map(String::from));
+        }
         let words =
             source.roles.keys().map(String::as_str).chain(ROLES).chain(SHAREGPT_ROLES.map(|(theirs, _)| theirs));
         Some(Names {
@@ -193,12 +206,12 @@ impl Parser {
         .remedy("name it in [data.train.fields], or set format")
     }
 
-    /// A field that must be a string. `null` counts as missing.
+    /// A field that must be a string.
     fn text(&self, row: &mut Map<String, Value>, ours: &str) -> RowResult<String> {
         let name = self.name(ours, row);
         match row.remove(&name) {
             Some(Value::String(text)) => Ok(text),
-            Some(Value::Null) | None => Err(self.missing(&name, row)),
+            None => Err(self.missing(&name, row)),
             Some(other) => Err(RowError::bad(&name, kind_of(&other), "a string").remedy(SKIP_HINT)),
         }
     }
@@ -276,6 +289,14 @@ impl Parser {
             Some(other) => {
                 return Err(RowError::bad(format!("{place}.train"), kind_of(&other), "true or false").remedy(SKIP_HINT));
             }
+        };
+        let train = match (train, take_openai_weight(&mut given, place)?) {
+            (Some(true), Some(false)) => {
+                let problem = "it says \"train\": true and \"weight\": 0";
+                return Err(RowError::bad(place, problem, "one of the two").remedy(SKIP_HINT));
+            }
+            (None, Some(false)) => Some(false),
+            (train, _) => train,
         };
         let weight = take_weight(&mut given, "loss_weight".into(), place)?;
         let content_name = self.name("content", &given);
@@ -433,7 +454,13 @@ impl Parser {
             };
             let (text, label) = (self.name("text", &segment), self.name("label", &segment));
             match (segment.remove(&text), segment.remove(&label)) {
-                (Some(Value::String(text)), Some(Value::Bool(label))) => segments.push((text, label)),
+                (Some(Value::String(text)), Some(Value::Bool(label))) => {
+                    if segment.get("train").and_then(Value::as_bool).is_some_and(|train| train != label) {
+                        let problem = format!("it says \"label\": {label} and \"train\": {}", !label);
+                        return Err(RowError::bad(place, problem, wanted).remedy(SKIP_HINT));
+                    }
+                    segments.push((text, label));
+                }
                 (Some(Value::String(_)), other) => {
                     let problem = other.map_or("it is missing", |other| kind_of(&other));
                     return Err(RowError::bad(format!("{place}.{label}"), problem, wanted).remedy(SKIP_HINT));
@@ -562,6 +589,9 @@ pub(crate) fn parse_object(bytes: &[u8], uses: &dyn Fn(&str) -> bool) -> RowResu
             Err(RowError::bad("", kind_of(&other).replacen("it", "the row", 1), "a JSON object").remedy(SKIP_HINT))
         }
         Err(e) => {
+            if let Some(text) = without_nan(text, uses)? {
+                return parse_object(text.as_bytes(), uses);
+            }
             let what = e.to_string();
             // serde_json ends with " at line 1 column N"; the line is always 1 here and only confuses.
             let what = what.split(" at line ").next().unwrap_or(&what);
@@ -569,6 +599,53 @@ pub(crate) fn parse_object(bytes: &[u8], uses: &dyn Fn(&str) -> bool) -> RowResu
             Err(RowError::bad("", problem, "a JSON object a line").remedy(SKIP_HINT))
         }
     }
+}
+
+/// The row with null for each NaN and Infinity that stands in a field which nothing uses: Python writes them, and JSON has
+/// none. None where there is none.
+///
+/// # Errors
+/// A used field holds one.
+fn without_nan(text: &str, uses: &dyn Fn(&str) -> bool) -> RowResult<Option<String>> {
+    const NUMBERS: [&str; 4] = ["NaN", "-NaN", "Infinity", "-Infinity"];
+    let (bytes, mut at, mut depth) = (text.as_bytes(), 0, 0usize);
+    // The last string at the top level before a colon, as it stands.
+    let (mut string, mut key) = (0..0, 0..0);
+    let (mut made, mut done) = (String::new(), 0);
+    while let Some(byte) = bytes.get(at) {
+        match byte {
+            b'"' => {
+                let start = at;
+                at += 1;
+                while bytes.get(at).is_some_and(|byte| *byte != b'"') {
+                    at += if bytes[at] == b'\\' { 2 } else { 1 };
+                }
+                string = start..(at + 1).min(bytes.len());
+            }
+            b'{' | b'[' => depth += 1,
+            b'}' | b']' => depth = depth.saturating_sub(1),
+            b':' if depth == 1 => key = string.clone(),
+            b'N' | b'I' | b'-' => {
+                let found = NUMBERS.iter().find(|number| bytes[at..].starts_with(number.as_bytes()));
+                if let Some(number) = found {
+                    let name: String =
+                        text.get(key.clone()).and_then(|raw| serde_json::from_str(raw).ok()).unwrap_or_default();
+                    if uses(&name) {
+                        let problem = format!("{number} is in it, which JSON does not have");
+                        return Err(RowError::bad(name, problem, "numbers of JSON, or null").remedy(SKIP_HINT));
+                    }
+                    made.push_str(&text[done..at]);
+                    made.push_str("null");
+                    at += number.len();
+                    done = at;
+                    continue;
+                }
+            }
+            _ => {}
+        }
+        at += 1;
+    }
+    Ok((done > 0).then(|| made + &text[done..]))
 }
 
 fn kind_of(value: &Value) -> &'static str {
@@ -586,6 +663,12 @@ fn take_weight(fields: &mut Map<String, Value>, name: String, place: &str) -> Ro
     match fields.remove(&name) {
         None | Some(Value::Null) => Ok(1.0),
         Some(value) => match value.as_f64() {
+            // A weight that is not 0 must not become 0 in 32 bits: then the row would be left out.
+            Some(weight) if weight > 0.0 && weight as f32 == 0.0 => {
+                let field = if place.is_empty() { name } else { format!("{place}.{name}") };
+                let problem = format!("{value} is too small: in 32 bits it is 0");
+                Err(RowError::bad(field, problem, "0, or a weight that matters").remedy(SKIP_HINT))
+            }
             Some(weight) if weight >= 0.0 && (weight as f32).is_finite() => Ok(weight as f32),
             _ => {
                 let field = if place.is_empty() { name } else { format!("{place}.{name}") };
@@ -593,6 +676,22 @@ fn take_weight(fields: &mut Map<String, Value>, name: String, place: &str) -> Ro
             }
         },
     }
+}
+
+/// OpenAI's `weight` of a message, 0 or 1: whether it is trained on. What is no number is the template's.
+fn take_openai_weight(fields: &mut Map<String, Value>, place: &str) -> RowResult<Option<bool>> {
+    let Some(Value::Number(number)) = fields.get("weight") else { return Ok(None) };
+    let train = match number.as_f64() {
+        Some(0.0) => false,
+        Some(1.0) => true,
+        _ => {
+            let problem = format!("{number} is neither 0 (not trained on) nor 1");
+            return Err(RowError::bad(format!("{place}.weight"), problem, "0 or 1; any factor as \"loss_weight\"")
+                .remedy(SKIP_HINT));
+        }
+    };
+    fields.remove("weight");
+    Ok(Some(train))
 }
 
 /// A list of text parts becomes the text that templates make of it; other parts are refused.

@@ -3,12 +3,11 @@
 //! Compression is told by the first bytes, not by the name. A byte-order mark, CRLF ends and blank lines are fine.
 //! Memory is bounded by one block and the longest row.
 
-use std::fs::File;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use crate::error::{Error, Kind, Result};
-use crate::readers::stream::{self, READ_BYTES, Stream, broken, read_some};
+use crate::readers::stream::{READ_BYTES, Stream, broken, read_some};
 
 /// Rows that lie one after another in a buffer of their own.
 #[derive(Debug, Default)]
@@ -42,6 +41,17 @@ impl Block {
     /// Bytes of all rows.
     pub(crate) fn bytes(&self) -> usize {
         self.data.len()
+    }
+
+    /// Removes the rows and keeps the memory.
+    pub(crate) fn clear(&mut self) {
+        self.data.clear();
+        self.rows.clear();
+    }
+
+    /// Bytes of memory that it holds.
+    pub(crate) fn capacity(&self) -> usize {
+        self.data.capacity() + self.rows.capacity() * size_of::<(u64, Range<usize>)>()
     }
 
     pub(crate) fn push(&mut self, line: u64, bytes: &[u8]) {
@@ -85,13 +95,6 @@ struct ArrayScan {
 }
 
 impl Reader {
-    /// Opens a file. `shown` is how messages call it.
-    pub fn open(path: &Path, shown: &str) -> Result<Reader> {
-        let file = File::open(path).map_err(|e| Error::io(path, "opening", &e))?;
-        let input = Stream::new(Box::new(file)).map_err(|e| broken(shown, 1, path, &e))?;
-        Reader::new(input, path, shown)
-    }
-
     /// Rows of what is already open. `path` says by its name whether lines are texts.
     pub(crate) fn new(input: Stream, path: &Path, shown: &str) -> Result<Reader> {
         let mut reader = Reader {
@@ -120,19 +123,18 @@ impl Reader {
         self.input.bytes_read()
     }
 
-    /// Up to `max_rows` rows, and no more once they take `max_bytes`; none at the end.
-    pub fn next_block(&mut self, max_rows: usize, max_bytes: usize) -> Result<Option<Block>> {
-        let mut block = Block::default();
+    /// Adds up to `max_rows` rows to an empty block, and no more once they take `max_bytes`; none at the end.
+    pub(crate) fn next_rows(&mut self, block: &mut Block, max_rows: usize, max_bytes: usize) -> Result<()> {
         while block.len() < max_rows && block.data.len() < max_bytes {
             let more = match self.layout {
-                Layout::Array => self.next_element(&mut block)?,
-                Layout::Lines | Layout::Text => self.next_line(&mut block)?,
+                Layout::Array => self.next_element(block)?,
+                Layout::Lines | Layout::Text => self.next_line(block)?,
             };
             if !more {
                 break;
             }
         }
-        Ok(if block.is_empty() { None } else { Some(block) })
+        Ok(())
     }
 
     /// Reads what is left and gives the xxh3-64 of the file's own bytes and their number.
@@ -310,9 +312,4 @@ pub fn is_text_name(path: &Path) -> bool {
     let name = path.file_name().map(|n| n.to_string_lossy().to_lowercase()).unwrap_or_default();
     let name = name.strip_suffix(".gz").or(name.strip_suffix(".zst")).unwrap_or(&name);
     name.ends_with(".txt")
-}
-
-/// xxh3-64 and length of a file's bytes.
-pub fn hash_file(path: &Path) -> Result<(u64, u64)> {
-    stream::hash_of(File::open(path).map_err(|e| Error::io(path, "opening", &e))?, path)
 }

@@ -34,4 +34,4 @@ pub mod template;
 pub mod tokenizer;
 pub mod tokens;
 
-pub use error::{Error, Kind, Result};
+pub use error::{Error, Kind, Result, visible};

@@ -2,8 +2,6 @@
 //!
 //! [`Rows`] holds what all rows share and is used by all threads at once; what a row becomes depends on the row alone.
 
-use std::path::Path;
-
 use minijinja::Value;
 use serde_json::{Value as Json, json};
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
@@ -12,8 +10,9 @@ use crate::chat::{self, Filled, Job, Masked, Request, Shapes, Wanted};
 use crate::error::{Error, Kind, Result};
 use crate::example::{self, Chat, Content, Message, Parser, ROLES};
 use crate::format::Format;
-use crate::jsonl::{Block, Layout, Reader};
+use crate::jsonl::{Block, Layout};
 use crate::lean::Lean;
+use crate::readers::Reader;
 use crate::row_error::{Reason, RowError};
 use crate::spec::{ControlPolicy, EndOfTurn, FormatChoice, Part, RendererKind, Source, Spec};
 use crate::template::{self, Rendered, Template, to_value};
@@ -311,6 +310,12 @@ impl<'a> Rows<'a> {
                 done(tokens.map(|tokens| Tokens { facts, ..tokens }))
             }
             Content::Tokens(ids, trained) => {
+                let most = self.spec.tokenizer.vocab_size;
+                if let Some(id) = ids.iter().find(|id| **id >= most) {
+                    let problem = format!("it holds the id {id}, and the model has {most}");
+                    return done(Err(RowError::bad("input_ids", problem, format!("ids from 0 to {}", most - 1))
+                        .remedy("make the ids with the model's own tokenizer, or skip bad rows with data.on_error = \"skip\"")));
+                }
                 let tokens = tokens::of_ids(ids, trained, example.weight);
                 done(tokens.map(|tokens| Tokens { facts, ..tokens }))
             }
@@ -461,7 +466,7 @@ pub fn masked(spec: &Spec, fill: bool) -> Result<Vec<Shown>> {
 }
 
 fn whole_file(source: &Source) -> Result<(Parser, Layout, Block)> {
-    let mut reader = Reader::open(Path::new(&source.path), source.shown())?;
+    let mut reader = Reader::open(source)?;
     let Some(block) = reader.next_block(usize::MAX, usize::MAX)? else {
         return Err(Error::new(Kind::Data, source.shown(), "the file holds no rows"));
     };

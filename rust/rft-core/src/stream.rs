@@ -112,7 +112,7 @@ pub struct Taken {
 
 /// Slots that wake the thread, and micro-batches that wake who waits for one: waking costs as much as filling, so several go
 /// at once where there is more to come.
-const AT_ONCE: usize = 3;
+const AT_ONCE: usize = 6;
 
 #[derive(Default)]
 struct State {
@@ -303,35 +303,39 @@ struct Filler {
 
 impl Filler {
     fn run(&self, start_step: usize) {
+        // Everything, the dealing of packs too: a panic that nobody told would leave the reader waiting for ever.
+        let result = catch_unwind(AssertUnwindSafe(|| self.fill_all(start_step))).unwrap_or_else(|panic| {
+            Err(Error::new(Kind::Store, "stream", format!("the thread failed: {}", told(&panic))))
+        });
+        let mut state = self.shared.lock();
+        state.filling = false;
+        match result {
+            Ok(()) => state.finished = !state.closed,
+            Err(error) => state.failed = Some(error),
+        }
+        drop(state);
+        self.shared.to_take.notify_all();
+    }
+
+    /// Micro-batch after micro-batch until the epoch's end, or until the stream is closed.
+    fn fill_all(&self, start_step: usize) -> Result<()> {
         for step in start_step..self.num_steps {
             let packs = self.share.packs(&self.plan, step);
             let count = packs.len() / self.share.micro_batch;
             for (micro, packs) in packs.chunks(self.share.micro_batch).enumerate() {
-                let Some(slot) = self.next_slot() else { return };
-                let result = catch_unwind(AssertUnwindSafe(|| self.fill(packs, slot))).unwrap_or_else(|panic| {
-                    Err(Error::new(Kind::Store, "stream", format!("the thread failed: {}", told(&panic))))
-                });
+                let Some(slot) = self.next_slot() else { return Ok(()) };
+                let filled = self.fill(packs, slot)?;
                 let mut state = self.shared.lock();
                 state.filling = false;
-                match result {
-                    Ok(filled) => {
-                        let last = micro + 1 == count;
-                        state.ready.push_back(Taken { slot: slot.number, step, last, filled });
-                    }
-                    Err(error) => state.failed = Some(error),
-                }
-                let (failed, wake) = (state.failed.is_some(), state.hungry > 0 && state.enough_to_take());
+                state.ready.push_back(Taken { slot: slot.number, step, last: micro + 1 == count, filled });
+                let wake = state.hungry > 0 && state.enough_to_take();
                 drop(state);
                 if wake {
                     self.shared.to_take.notify_all();
                 }
-                if failed {
-                    return;
-                }
             }
         }
-        self.shared.lock().finished = true;
-        self.shared.to_take.notify_all();
+        Ok(())
     }
 
     /// Waits for a slot; none when the stream is closed.

@@ -12,7 +12,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
 use rft_core::store::verify;
-use rft_core::{Error, Kind, Result};
+use rft_core::{Error, Kind, Result, visible};
 use serde_json::json;
 
 /// Called now and then by what takes long; its error ends it.
@@ -115,7 +115,7 @@ pub fn run(program: &str, arguments: &[String], out: &mut dyn Write, err: &mut d
         Ok(true) => 0,
         Ok(false) => 1,
         Err(error) => {
-            let text = error.to_string();
+            let text = visible(&error.to_string());
             let mut lines = text.lines();
             let _ = writeln!(err, "error  {}", lines.next().unwrap_or_default());
             for line in lines {
@@ -191,7 +191,7 @@ fn verify_sets(arguments: &Verify, out: &mut dyn Write, poll: Poll) -> Result<bo
     let (mut all, mut whole) = (Vec::new(), true);
     for place in places {
         poll()?;
-        let found = verify(&place)?;
+        let found = verify(&place);
         let ok = found.problems.is_empty();
         whole &= ok;
         if arguments.root.json {
@@ -235,10 +235,10 @@ fn prune_sets(arguments: &Prune, out: &mut dyn Write) -> Result<bool> {
 }
 
 fn put(out: &mut dyn Write, line: &str) -> Result<()> {
-    writeln!(out, "{line}").map_err(|e| Error::new(Kind::Io, "standard output", e))
+    writeln!(out, "{}", visible(line)).map_err(|e| Error::new(Kind::Io, "standard output", e))
 }
 
 fn put_json<T: serde::Serialize>(out: &mut dyn Write, value: &T) -> Result<()> {
     let text = serde_json::to_string_pretty(value).map_err(|e| Error::new(Kind::Argument, "json", e))?;
-    put(out, &text)
+    writeln!(out, "{text}").map_err(|e| Error::new(Kind::Io, "standard output", e)) // as it is: it has its own escapes
 }

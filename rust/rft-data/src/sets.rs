@@ -131,18 +131,13 @@ impl Set {
                 set.sources = manifest.sources.iter().map(|source| source.path.clone()).collect();
                 set.key = manifest.key;
             }
-            Err(error) if error.problem.starts_with("format version") => set.state = State::Older,
+            Err(_) if Manifest::has_other_version(path) => set.state = State::Older,
             Err(_) => {}
         }
         if name.ends_with(PART) {
             set.state = State::Unfinished;
         }
         set
-    }
-
-    /// Whether it can be used.
-    pub fn is_whole(&self) -> bool {
-        self.state == State::Complete
     }
 
     /// For people: key, numbers, age, sources.
@@ -203,18 +198,16 @@ pub struct Removed {
     pub kept: String,
 }
 
-/// Removes what is of no use and what is wished. Sets that a process is writing stay.
+/// Removes what is of no use and what is wished. Sets that a process is writing stay. `max_size` counts what is left then.
 pub fn prune(root: &Path, wishes: &Wishes, dry_run: bool) -> Result<Vec<Removed>> {
     let mut sets = list(root)?;
+    // A set may be named by a folder that is elsewhere.
+    let elsewhere = |path: &&PathBuf| !sets.iter().any(|set| same_place(path, &set.path));
+    let more: Vec<Set> = wishes.named.iter().filter(elsewhere).map(|path| Set::look(path)).collect();
     sets.sort_by_key(|set| std::cmp::Reverse(set.unused_seconds));
-    let mut room = wishes.max_size.map(|most| {
-        let held: u64 = sets.iter().filter(|set| set.is_whole()).map(|set| set.bytes).sum();
-        held.saturating_sub(most)
-    });
-    let mut gone = Vec::new();
-    for set in &sets {
+    let reason = |set: &Set| {
         let days = set.unused_seconds as f64 / DAY.as_secs_f64();
-        let reason = match set.state {
+        Some(match set.state {
             _ if wishes.named.iter().any(|path| same_place(path, &set.path)) => "as asked".to_string(),
             State::Unfinished => "unfinished".into(),
             State::Older => "of another format version".into(),
@@ -222,22 +215,39 @@ pub fn prune(root: &Path, wishes: &Wishes, dry_run: bool) -> Result<Vec<Removed>
             State::Complete if wishes.older_than.is_some_and(|most| days > most) => {
                 format!("not used for {}", age(set.unused_seconds))
             }
-            State::Complete => match &mut room {
-                Some(over) if *over > 0 => "over --max-size".into(),
-                _ => continue,
-            },
-        };
-        if set.is_whole() {
-            room = room.map(|over| over.saturating_sub(set.bytes));
+            State::Complete => return None,
+        })
+    };
+    let mut gone = Vec::new();
+    let mut left = Vec::new();
+    for set in sets.iter().chain(&more) {
+        match reason(set) {
+            Some(reason) => gone.push(remove_set(&set.path, set.bytes, reason, dry_run)?),
+            None => left.push(set),
         }
-        gone.push(remove_set(&set.path, set.bytes, reason, dry_run)?);
+    }
+    // What goes anyway makes room first.
+    let held: u64 = left.iter().map(|set| set.bytes).sum();
+    let mut over = wishes.max_size.map_or(0, |most| held.saturating_sub(most));
+    for set in left {
+        if over == 0 {
+            break;
+        }
+        let removed = remove_set(&set.path, set.bytes, "over --max-size".into(), dry_run)?;
+        if removed.kept.is_empty() {
+            over = over.saturating_sub(set.bytes);
+        }
+        gone.push(removed);
     }
     for path in entries(root)? {
         let name = name_of(&path);
         let old =
             fs::metadata(&path).and_then(|data| data.modified()).is_ok_and(|at| at.elapsed().is_ok_and(|t| t > DAY));
         if name.contains(".tmp-") && old {
-            let bytes = files(&path).iter().map(|(_, bytes)| bytes).sum();
+            let bytes = match fs::metadata(&path) {
+                Ok(data) if data.is_file() => data.len(),
+                _ => files(&path).iter().map(|(_, bytes)| bytes).sum(),
+            };
             gone.push(remove_set(&path, bytes, "left by a process that died".into(), dry_run)?);
         }
     }
@@ -256,7 +266,8 @@ fn remove_set(path: &Path, bytes: u64, reason: String, dry_run: bool) -> Result<
         return Ok(removed);
     };
     if !dry_run {
-        fs::remove_dir_all(path).map_err(|e| Error::io(path, "removing a prepared set", &e))?;
+        let gone = if path.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) };
+        gone.map_err(|e| Error::io(path, "removing it", &e))?;
     }
     Ok(removed)
 }

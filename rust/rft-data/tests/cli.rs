@@ -17,7 +17,7 @@ fn run(arguments: &[&str]) -> (u8, String, String) {
 
 fn make(place: &Path) {
     let layout = Layout {
-        key: "0".repeat(32),
+        key: place.file_name().unwrap().to_str().unwrap().into(),
         vocab_size: 300,
         tokenizer: 1,
         template: 0,
@@ -61,6 +61,37 @@ fn a_set_is_listed_verified_exported_and_removed() {
     assert!(code == 1 && out.contains("data-00001.rft: "), "{out}");
     let (code, out, _) = run(&["prune", "00", "--store", root]);
     assert!(code == 0 && out.contains("removed 1,") && !place.exists(), "{out}");
+}
+
+#[test]
+fn what_is_named_or_of_no_use_makes_room_before_the_others_do() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path().to_str().unwrap();
+    let places: Vec<_> = (0..3).map(|digit| folder.path().join(digit.to_string().repeat(32))).collect();
+    for (place, days) in places.iter().zip([3, 2, 1]) {
+        make(place);
+        let used = std::time::SystemTime::now() - std::time::Duration::from_secs(days * 24 * 3600);
+        fs::File::open(place).unwrap().set_modified(used).unwrap();
+    }
+    let stray = folder.path().join("notes.tmp-1");
+    fs::write(&stray, b"left").unwrap();
+    let old = std::time::SystemTime::now() - std::time::Duration::from_secs(2 * 24 * 3600);
+    fs::File::open(&stray).unwrap().set_modified(old).unwrap();
+    let bytes: u64 = fs::read_dir(&places[0]).unwrap().map(|entry| entry.unwrap().metadata().unwrap().len()).sum();
+    // Two of three fit: the one that is named is enough, though it is not the oldest.
+    let (code, out, err) = run(&["prune", "11", "--store", root, "--max-size", &(2 * bytes + 10).to_string()]);
+    assert!(code == 0 && out.contains("removed 2,"), "{out}{err}");
+    assert_eq!(places.iter().map(|place| place.exists()).collect::<Vec<_>>(), [true, false, true]);
+    assert!(!stray.exists());
+    let (_, out, _) = run(&["prune", "--store", root, "--max-size", &bytes.to_string()]);
+    assert!(out.contains("over --max-size"), "{out}");
+    assert_eq!(places.iter().map(|place| place.exists()).collect::<Vec<_>>(), [false, false, true], "the oldest goes");
+}
+
+#[test]
+fn a_name_that_would_drive_the_terminal_is_shown_as_numbers() {
+    let (code, out, err) = run(&["verify", "\u{1b}[2Jnone", "--store", "/"]);
+    assert!(code == 2 && err.contains("\\x1b[2Jnone") && !(out + &err).contains('\u{1b}'), "{err}");
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use numpy::{IntoPyArray, PyArray1, PyReadonlyArray1};
 use pyo3::prelude::*;
 use rft_core::balance;
-use rft_core::pack::{Misfit, arrange};
+use rft_core::pack::{MAX_CAPACITY, Misfit, arrange};
 use rft_core::{Error, Kind};
 
 use crate::error::to_py;
@@ -23,6 +23,10 @@ pub fn pack<'py>(
 ) -> PyResult<Arrays<'py>> {
     let lengths = lengths.as_slice()?;
     let packing = packing.parse().map_err(to_py)?;
+    if capacity > MAX_CAPACITY {
+        let problem = format!("bins of {capacity} tokens");
+        return Err(to_py(Error::new(Kind::Argument, "capacity", problem).wanted(format!("at most {MAX_CAPACITY}"))));
+    }
     let told = |Misfit { index, length }| {
         Error::new(Kind::Argument, format!("lengths[{index}]"), format!("{length} tokens"))
             .wanted(format!("1 to {capacity}"))
@@ -41,7 +45,7 @@ pub fn deal(
     each: usize,
 ) -> PyResult<Vec<Vec<Option<usize>>>> {
     let costs = costs.as_slice()?;
-    if ranks == 0 || each == 0 || costs.len() > ranks * each {
+    if ranks == 0 || each == 0 || ranks.checked_mul(each).is_none_or(|places| costs.len() > places) {
         let problem = format!("{} packs for {ranks} ranks of {each}", costs.len());
         return Err(to_py(Error::new(Kind::Argument, "deal", problem)));
     }

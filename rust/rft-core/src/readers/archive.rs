@@ -3,12 +3,12 @@
 //! An archive with a name that would leave its folder, a link, a device or a sparse file in it is refused whole, with the
 //! member's name: such archives are made to do harm, or by tools that nobody checks.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 
 use tar::EntryType;
 
@@ -74,33 +74,47 @@ fn is_zip(head: &[u8]) -> bool {
 /// # Errors
 /// It is damaged, or holds a member that is refused.
 pub fn members(path: &Path) -> Result<Vec<Member>> {
-    let mut found = Vec::new();
-    visit(path, &mut |member| {
-        found.push(member);
-        Ok(())
-    })?;
-    Ok(found)
+    table(path).map(|table| table.members.clone())
 }
 
-/// The member of this name. The members of the archive asked for last are remembered: sources name one after another.
+/// The member of this name.
 pub(super) fn find(path: &Path, name: &str) -> Result<Member> {
-    let meta = std::fs::metadata(path).map_err(|e| Error::io(path, "opening", &e))?;
-    let state = (path.to_path_buf(), meta.ino(), meta.len(), meta.mtime(), meta.mtime_nsec(), meta.ctime_nsec());
-    let mut last = LAST.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-    let known = match last.take() {
-        Some((known, found)) if known == state => found,
-        _ => members(path)?,
-    };
-    let found = known.iter().find(|member| member.name == name).cloned();
-    *last = Some((state, known));
-    found.ok_or_else(|| {
+    let table = table(path)?;
+    table.numbers.get(name).map(|number| table.members[*number].clone()).ok_or_else(|| {
         Error::new(Kind::Data, path.display().to_string(), format!("the archive has no member {name:?}"))
     })
 }
 
+/// The members of an archive, in its order, and the number of each by its name.
+struct Table {
+    members: Vec<Member>,
+    numbers: HashMap<String, usize>,
+}
+
+/// The table of the archive asked for last is remembered: sources name one member after another.
+fn table(path: &Path) -> Result<Arc<Table>> {
+    let meta = std::fs::metadata(path).map_err(|e| Error::io(path, "opening", &e))?;
+    let state = (path.to_path_buf(), meta.ino(), meta.len(), meta.mtime(), meta.mtime_nsec(), meta.ctime_nsec());
+    let mut last = LAST.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    if let Some((known, table)) = &*last
+        && *known == state
+    {
+        return Ok(table.clone());
+    }
+    let (mut members, mut numbers) = (Vec::new(), HashMap::new());
+    visit(path, &mut |member| {
+        numbers.insert(member.name.clone(), members.len());
+        members.push(member);
+        Ok(())
+    })?;
+    let table = Arc::new(Table { members, numbers });
+    *last = Some((state, table.clone()));
+    Ok(table)
+}
+
 /// Path, inode, length and times of an archive.
 type State = (PathBuf, u64, u64, i64, i64, i64);
-static LAST: Mutex<Option<(State, Vec<Member>)>> = Mutex::new(None);
+static LAST: Mutex<Option<(State, Arc<Table>)>> = Mutex::new(None);
 
 /// The bytes of a member.
 pub(super) fn open(path: &Path, name: &str) -> Result<Box<dyn Read + Send>> {
@@ -109,9 +123,18 @@ pub(super) fn open(path: &Path, name: &str) -> Result<Box<dyn Read + Send>> {
     let told = |e: &io::Error| broken(&path.display().to_string(), 1, path, e);
     match member.place {
         Place::Tar(start) => {
-            let mut stream = Stream::new(Box::new(file)).map_err(|e| told(&e))?;
-            skip(&mut stream, start).map_err(|e| told(&e))?;
-            Ok(Box::new(Whole { input: stream.take(member.size), left: member.size, crc: None }))
+            let packed = Stream::new(Box::new(file)).map_err(|e| told(&e))?;
+            let input: Box<dyn Read + Send> = if packed.is_packed() {
+                let mut packed = packed;
+                skip(&mut packed, start).map_err(|e| told(&e))?;
+                Box::new(packed)
+            } else {
+                // A plain tar: straight to the member, or its thousandth one would cost a thousand times the first.
+                let mut file = File::open(path).map_err(|e| Error::io(path, "opening", &e))?;
+                file.seek(SeekFrom::Start(start)).map_err(|e| told(&e))?;
+                Box::new(file)
+            };
+            Ok(Box::new(Whole { input: input.take(member.size), left: member.size, crc: None }))
         }
         Place::Zip { start, packed, method, crc } => {
             file.seek(SeekFrom::Start(start)).map_err(|e| told(&e))?;
@@ -185,7 +208,7 @@ fn visit(path: &Path, see: &mut dyn FnMut(Member) -> Result<()>) -> Result<()> {
             return Err(refused(&shown, &member.name, &format!("the archive has more than {MOST_MEMBERS} members")));
         }
         if !names.insert(member.name.clone()) {
-            return Err(refused(&shown, &member.name, "the archive has two members of this name"));
+            return Err(refused(&shown, &member.name, TWO_OF_A_NAME));
         }
         see(member)
     };
@@ -198,6 +221,14 @@ fn visit_zip(file: File, path: &Path, see: &mut dyn FnMut(Member) -> Result<()>)
         Error::new(Kind::Data, &shown, format!("the zip archive is damaged: {e}")).remedy("fetch or write it again")
     };
     let mut archive = zip::ZipArchive::new(io::BufReader::new(file)).map_err(|e| told(&e))?;
+    let listed = listed(path, archive.central_directory_start()).map_err(|e| Error::io(path, "reading", &e))?;
+    if listed.len() > archive.len() {
+        // The library keeps the last of those with one name.
+        let mut names = HashSet::new();
+        let twice = listed.into_iter().find(|name| !names.insert(name.clone())).unwrap_or_default();
+        let twice = String::from_utf8_lossy(&twice).into_owned();
+        return Err(refused(&shown, &twice, TWO_OF_A_NAME));
+    }
     for index in 0..archive.len() {
         let entry = archive.by_index_raw(index).map_err(|e| told(&e))?;
         let name = entry.name().to_string();
@@ -230,6 +261,24 @@ fn visit_zip(file: File, path: &Path, see: &mut dyn FnMut(Member) -> Result<()>)
         see(Member { name, size, place: Place::Zip { start, packed, method, crc } })?;
     }
     Ok(())
+}
+
+const TWO_OF_A_NAME: &str = "the archive has two members of this name";
+
+/// The names in a zip's directory, as they stand there.
+fn listed(path: &Path, start: u64) -> io::Result<Vec<Vec<u8>>> {
+    let mut file = io::BufReader::with_capacity(READ_BYTES, File::open(path)?);
+    file.seek(SeekFrom::Start(start))?;
+    let mut names = Vec::new();
+    let mut head = [0; 46];
+    while file.read_exact(&mut head).is_ok() && head.starts_with(b"PK\x01\x02") {
+        let length = |at: usize| u64::from(u16::from_le_bytes([head[at], head[at + 1]]));
+        let mut name = Vec::new();
+        (&mut file).take(length(28)).read_to_end(&mut name)?;
+        names.push(name);
+        io::copy(&mut (&mut file).take(length(30) + length(32)), &mut io::sink())?;
+    }
+    Ok(names)
 }
 
 fn visit_tar(file: File, path: &Path, see: &mut dyn FnMut(Member) -> Result<()>) -> Result<()> {

@@ -24,6 +24,10 @@ pub(super) struct CsvRows {
     cells: Vec<u8>,
     ends: Vec<usize>,
     len: usize,
+    /// Lines of the current record.
+    lines: u64,
+    /// Whether it goes over several lines with an odd number of quotes: inside a cell they are doubled.
+    unclosed: bool,
     names: Vec<String>,
     /// Key and number of each wanted column, and whether a cell may be JSON.
     wanted: Vec<(Vec<u8>, usize, bool)>,
@@ -44,6 +48,8 @@ impl CsvRows {
             cells: vec![0; 1 << 12],
             ends: vec![0; 64],
             len: 0,
+            lines: 1,
+            unclosed: false,
             names: Vec::new(),
             wanted: Vec::new(),
         };
@@ -80,20 +86,33 @@ impl CsvRows {
             self.input.consume(blank);
         }
         let first = self.line;
-        let (mut filled, mut ended) = (0, 0);
+        let (mut filled, mut ended, mut quotes) = (0, 0, 0);
         loop {
             let bytes = self.input.fill_buf().map_err(|e| told(self.line, &e))?;
             let (result, taken, written, ends) =
                 self.core.read_record(bytes, &mut self.cells[filled..], &mut self.ends[ended..]);
+            let at_end = bytes.is_empty();
             self.line += memchr::memchr_iter(b'\n', &bytes[..taken]).count() as u64;
+            quotes += memchr::memchr_iter(b'"', &bytes[..taken]).count();
             self.input.consume(taken);
             (filled, ended) = (filled + written, ended + ends);
+            if at_end && quotes % 2 == 1 && self.line > first {
+                let problem = format!(
+                    "a quote that opens in this row is closed nowhere: all {} lines from here to the file's end are one cell",
+                    self.line - first
+                );
+                return Err(Error::new(Kind::Data, format!("{}:{first}", self.shown), problem)
+                    .wanted("cells with a quote at both ends, and quotes inside them doubled")
+                    .remedy("mend the row"));
+            }
             match result {
                 ReadRecordResult::InputEmpty => {}
                 ReadRecordResult::OutputFull => self.cells.resize(self.cells.len() * 2, 0),
                 ReadRecordResult::OutputEndsFull => self.ends.resize(self.ends.len() * 2, 0),
                 ReadRecordResult::Record => {
                     self.len = ended;
+                    self.lines = (self.line - first).max(1);
+                    self.unclosed = self.lines > 1 && quotes % 2 == 1;
                     return Ok(Some(first));
                 }
                 ReadRecordResult::End => return Ok(None),
@@ -134,6 +153,15 @@ impl CsvRows {
         let cells = self.len;
         if cells == 1 && self.names.len() > 1 && self.cell(0).trim_ascii().is_empty() {
             return; // a line of spaces
+        }
+        if self.unclosed {
+            let problem =
+                format!("an odd number of quotes in the {} lines that it takes: one is not closed", self.lines);
+            json::refuse(
+                &RowError::bad("", problem, "cells with a quote at both ends, and quotes inside them doubled"),
+                row,
+            );
+            return;
         }
         if cells != self.names.len() {
             let problem = format!("{cells} cells, the first line names {} columns", self.names.len());

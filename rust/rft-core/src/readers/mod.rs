@@ -136,16 +136,19 @@ impl Reader {
 
     /// Up to `max_rows` rows, and no more once they take `max_bytes`; none at the end.
     pub fn next_block(&mut self, max_rows: usize, max_bytes: usize) -> Result<Option<Block>> {
-        if let Kinds::Lines(reader) = &mut self.0 {
-            return reader.next_block(max_rows, max_bytes);
-        }
         let mut block = Block::default();
+        Ok(if self.next_into(&mut block, max_rows, max_bytes)? { Some(block) } else { None })
+    }
+
+    /// The same in memory that is there: replaces the rows of `block`; false at the end.
+    pub fn next_into(&mut self, block: &mut Block, max_rows: usize, max_bytes: usize) -> Result<bool> {
+        block.clear();
         match &mut self.0 {
-            Kinds::Csv(rows) => rows.next_rows(&mut block, max_rows, max_bytes)?,
-            Kinds::Columns(rows) => rows.next_rows(&mut block, max_rows, max_bytes)?,
-            Kinds::Lines(_) => {}
+            Kinds::Lines(reader) => reader.next_rows(block, max_rows, max_bytes)?,
+            Kinds::Csv(rows) => rows.next_rows(block, max_rows, max_bytes)?,
+            Kinds::Columns(rows) => rows.next_rows(block, max_rows, max_bytes)?,
         }
-        Ok(if block.is_empty() { None } else { Some(block) })
+        Ok(!block.is_empty())
     }
 
     /// Reads what is left and gives what [`hash`] gives: the xxh3-64 of the bytes and the length of the file.
@@ -196,7 +199,7 @@ pub fn hash(source: &Source) -> Result<(u64, u64)> {
     if head.starts_with(parquet::MAGIC) {
         return parquet_file(source, head, raw)?.hash(&Columns::possible(source));
     }
-    stream::hash_of(io::Cursor::new(head).chain(raw), path)
+    stream::hash_of(io::Cursor::new(head).chain(raw), path, source.shown())
 }
 
 /// Bytes that a source takes on disk.
@@ -283,7 +286,7 @@ fn parquet_file(source: &Source, head: Vec<u8>, raw: Box<dyn Read + Send>) -> Re
             io::copy(&mut io::Cursor::new(head).chain(raw), &mut file)?;
             Ok(file)
         };
-        copy().map_err(|e| Error::io(path, "copying a member out", &e))?
+        copy().map_err(|e| broken(source.shown(), 1, path, &e))?
     } else {
         File::open(path).map_err(|e| Error::io(path, "opening", &e))?
     };

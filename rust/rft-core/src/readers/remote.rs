@@ -90,7 +90,8 @@ pub fn fetch(urls: &[String], cache: &FilePath, limit: u64, progress: Progress) 
         return Err(Error::new(Kind::Data, urls.first().map_or("", String::as_str), problem)
             .remedy("raise data.cache_gb, or download a part and give the local path"));
     }
-    let mut kept: HashSet<PathBuf> = places.iter().zip(&metas).map(|(place, meta)| place.cached(meta, cache)).collect();
+    let mut kept: HashSet<String> =
+        places.iter().zip(&metas).map(|(place, meta)| hash_in(&place.cached(meta, cache))).collect();
     let (mut files, mut done) = (Vec::new(), 0);
     for (place, meta) in places.iter().zip(metas) {
         let mut told = |bytes: u64| progress(done + bytes, total);
@@ -191,12 +192,12 @@ impl Place {
         mut meta: ObjectMeta,
         cache: &FilePath,
         limit: u64,
-        kept: &mut HashSet<PathBuf>,
+        kept: &mut HashSet<String>,
         told: &mut dyn FnMut(u64) -> Result<()>,
     ) -> Result<(PathBuf, u64)> {
         for _ in 0..STATES {
             let file = self.cached(&meta, cache);
-            kept.insert(file.clone());
+            kept.insert(hash_in(&file));
             let _lock = lock(&beside(&file, "lock"))?;
             if is_whole(&file, meta.size)? {
                 touch(&file);
@@ -240,7 +241,7 @@ impl Place {
         drop(chunks);
         out.sync_all().map_err(io)?;
         out.rewind().map_err(io)?;
-        let (hash, size) = stream::hash_of(&mut out, &part)?;
+        let (hash, size) = stream::hash_of(&mut out, &part, &self.url)?;
         let note = Note { url: self.url.clone(), etag: meta.e_tag.clone(), size, xxh3: crate::key::hex(hash) };
         let text = serde_json::to_vec(&note).map_err(|e| Error::new(Kind::Io, &self.url, e))?;
         fs::write(beside(file, "json"), text).map_err(|e| Error::io(file, "writing", &e))?;
@@ -314,11 +315,19 @@ fn failed(url: &str, doing: &str, error: &object_store::Error) -> Error {
     }
 }
 
+/// Digits of the hash that a file's name in the cache begins with; behind them "-" and the object's name.
+const DIGITS: usize = 32;
+
+/// A file of our own for a file in the cache: its hash and an ending. No object's name can look like that, since behind the
+/// hash of one comes "-".
 fn beside(file: &FilePath, ending: &str) -> PathBuf {
-    let mut name = file.as_os_str().to_owned();
-    name.push(".");
-    name.push(ending);
-    name.into()
+    file.with_file_name(format!("{}.{ending}", hash_in(file)))
+}
+
+/// The hash in the name of a file of the cache, or of one beside it; the whole name where it holds none.
+fn hash_in(file: &FilePath) -> String {
+    let name = file.file_name().unwrap_or_default().to_string_lossy();
+    name.get(..DIGITS).unwrap_or(&name).to_string()
 }
 
 /// Held until it is dropped. Its file stays: removing it would let two processes hold it.
@@ -340,7 +349,7 @@ fn is_whole(file: &FilePath, size: u64) -> Result<bool> {
     let Ok(text) = fs::read(beside(file, "json")) else { return Ok(false) };
     let Ok(note) = serde_json::from_slice::<Note>(&text) else { return Ok(false) };
     let Ok(opened) = File::open(file) else { return Ok(false) };
-    let (hash, found) = stream::hash_of(opened, file)?;
+    let (hash, found) = stream::hash_of(opened, file, &file.display().to_string())?;
     Ok(found == size && note.size == size && note.xxh3 == crate::key::hex(hash))
 }
 
@@ -351,14 +360,15 @@ fn touch(file: &FilePath) {
     }
 }
 
-/// Removes the files used longest ago until no more than `most` bytes are left, but none of `kept`, which count too.
-fn make_room(cache: &FilePath, most: u64, kept: &HashSet<PathBuf>) -> Result<()> {
+/// Removes the files used longest ago until no more than `most` bytes are left, but none of `kept` (hashes), which count too.
+fn make_room(cache: &FilePath, most: u64, kept: &HashSet<String>) -> Result<()> {
     let mut files = Vec::new();
     for entry in fs::read_dir(cache).map_err(|e| Error::io(cache, "reading", &e))?.flatten() {
         let path = entry.path();
         let Ok(meta) = entry.metadata() else { continue };
-        let ending = path.extension().and_then(|ending| ending.to_str()).unwrap_or_default();
-        if meta.is_file() && !matches!(ending, "json" | "lock") {
+        // Those beside a file are a few bytes each, except the part that has come.
+        let small = [beside(&path, "json"), beside(&path, "lock")].contains(&path);
+        if meta.is_file() && !small {
             files.push((meta.modified().unwrap_or(std::time::UNIX_EPOCH), meta.len(), path));
         }
     }
@@ -368,16 +378,11 @@ fn make_room(cache: &FilePath, most: u64, kept: &HashSet<PathBuf>) -> Result<()>
         if held <= most {
             break;
         }
-        let whole = if path.extension().is_some_and(|ending| ending == "part") {
-            path.with_extension("")
-        } else {
-            path.clone()
-        };
-        if kept.contains(&whole) {
+        if kept.contains(&hash_in(&path)) {
             continue;
         }
         // One that another process fetches now is not for us to remove.
-        if let Ok(lock) = OpenOptions::new().create(true).truncate(false).write(true).open(beside(&whole, "lock")) {
+        if let Ok(lock) = OpenOptions::new().create(true).truncate(false).write(true).open(beside(&path, "lock")) {
             // SAFETY: as above.
             if unsafe { libc::flock(lock.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) } != 0 {
                 continue;
@@ -385,7 +390,7 @@ fn make_room(cache: &FilePath, most: u64, kept: &HashSet<PathBuf>) -> Result<()>
             if fs::remove_file(&path).is_ok() {
                 held = held.saturating_sub(size);
             }
-            let _ = fs::remove_file(beside(&whole, "json"));
+            let _ = fs::remove_file(beside(&path, "json"));
         }
     }
     Ok(())

@@ -138,12 +138,12 @@ pub(crate) fn broken(shown: &str, line: u64, path: &Path, error: &io::Error) -> 
     }
 }
 
-/// xxh3-64 and length of the bytes of a reader.
-pub(crate) fn hash_of(mut input: impl Read, path: &Path) -> Result<(u64, u64)> {
+/// xxh3-64 and length of the bytes of a reader. `shown`: how messages call what it reads from `path`.
+pub(crate) fn hash_of(mut input: impl Read, path: &Path, shown: &str) -> Result<(u64, u64)> {
     let (mut hash, mut bytes) = (Xxh3::new(), 0u64);
     let mut buffer = vec![0u8; 1 << 20];
     loop {
-        match read_some(&mut input, &mut buffer).map_err(|e| Error::io(path, "reading", &e))? {
+        match read_some(&mut input, &mut buffer).map_err(|e| broken(shown, 1, path, &e))? {
             0 => return Ok((hash.digest(), bytes)),
             n => {
                 hash.update(&buffer[..n]);

@@ -107,6 +107,14 @@ impl Manifest {
         Ok((manifest, text))
     }
 
+    /// Whether a folder holds the manifest of a set of another format version: whole, and not for this build.
+    pub fn has_other_version(folder: &Path) -> bool {
+        let Ok(text) = fs::read_to_string(folder.join(MANIFEST)) else { return false };
+        let version =
+            |text: &str| serde_json::from_str::<serde_json::Value>(text).ok()?.get("format_version")?.as_u64();
+        check_seal(&text).is_ok() && version(&text).is_some_and(|version| version != u64::from(FORMAT_VERSION))
+    }
+
     fn parse(text: &str, path: &Path) -> Result<Manifest> {
         let broken = |problem: &str| broken(path, problem);
         check_seal(text).map_err(|problem| broken(&format!("the manifest is {problem}")))?;

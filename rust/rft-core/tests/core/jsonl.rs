@@ -2,17 +2,20 @@ use std::io::Write;
 use std::path::Path;
 
 use proptest::prelude::*;
-use rft_core::jsonl::{Layout, Reader, hash_file};
+use rft_core::jsonl::Layout;
+use rft_core::readers::{Reader, hash};
+
+use crate::readers::source;
 
 /// Every row of a file, with its line.
 fn rows(path: &Path, max_rows: usize, max_bytes: usize) -> rft_core::Result<Vec<(u64, Vec<u8>)>> {
-    let mut reader = Reader::open(path, "file")?;
+    let mut reader = Reader::open(&source(path))?;
     let mut rows = Vec::new();
     while let Some(block) = reader.next_block(max_rows, max_bytes)? {
         assert!(block.len() <= max_rows);
         rows.extend(block.rows().map(|(line, bytes)| (line, bytes.to_vec())));
     }
-    assert_eq!(reader.finish()?, hash_file(path)?);
+    assert_eq!(reader.finish()?, hash(&source(path))?);
     Ok(rows)
 }
 
@@ -104,7 +107,7 @@ fn a_text_file_is_a_document_a_line_even_when_it_starts_with_a_bracket() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("a.TXT");
     std::fs::write(&path, "[1] a footnote\n\nsecond").unwrap();
-    assert_eq!(Reader::open(&path, "a").unwrap().layout(), Layout::Text);
+    assert_eq!(Reader::open(&source(&path)).unwrap().layout(), Layout::Text);
     assert_eq!(rows(&path, 9, 99).unwrap(), [(1, b"[1] a footnote".to_vec()), (3, b"second".to_vec())]);
 }
 

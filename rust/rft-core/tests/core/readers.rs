@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 
 use crate::support::{CHATML, Case, document};
 
-fn source(path: &Path) -> Source {
+pub fn source(path: &Path) -> Source {
     serde_json::from_value(json!({"path": path, "name": "file"})).unwrap()
 }
 
@@ -344,6 +344,24 @@ fn csv_lines_with_too_few_or_too_many_cells_are_bad_rows() {
 }
 
 #[test]
+fn a_csv_quote_that_nothing_closes_swallows_no_rows() {
+    let unclosed = b"text,n\nok,1\n\"never closed,2\nlost,3\nlost too,4\n";
+    for on_error in ["fail", "skip"] {
+        let error = Case::of_bytes("a.csv", unclosed, CHATML).with("on_error", json!(on_error)).run().unwrap_err();
+        assert_eq!(error.place, "a.csv:3");
+        assert!(error.problem.contains("all 3 lines from here"), "{error}");
+    }
+    // Closed by a later row's quote, with the right number of cells.
+    let closed = b"text,n\n\"opened,1\nlost,2\n\"closed\",3\nok,4\n";
+    let error = Case::of_bytes("a.csv", closed, CHATML).run().unwrap_err();
+    assert!(error.place == "a.csv:2" && error.problem.contains("odd number of quotes in the 3 lines"), "{error}");
+    // An inch mark is no quote, and quotes with line ends between them are fine.
+    let fine = b"text\n5\" wide\n\"two\nlines\"\n7\" wide\n";
+    let (counts, _) = Case::of_bytes("a.csv", fine, CHATML).made();
+    assert_eq!(counts["kept"], json!(3));
+}
+
+#[test]
 fn what_is_not_what_its_name_says_is_told() {
     let folder = tempfile::tempdir().unwrap();
     let problem = |name: &str, bytes: &[u8]| rows(&written(&folder, name, bytes)).unwrap_err().problem;
@@ -396,7 +414,9 @@ fn an_archive_that_reaches_outside_is_refused_with_the_members_name() {
     let maker = link.windows(4).position(|window| window == b"PK\x01\x02").unwrap() + 5;
     link[maker] = 3; // made on Unix
     assert!(refused(&link).contains("member \"up\": a link"));
-    assert!(refused(&tar_of(&[data, data])).contains("two members of this name"));
+    for bytes in [zip_of(&[data, data]), tar_of(&[data, data])] {
+        assert!(refused(&bytes).contains("member \"data.jsonl\": the archive has two members of this name"));
+    }
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1, "nothing was unpacked");
     for bytes in [zip_of(&[data]), tar_of(&[data])] {
         std::fs::write(folder.path().join("x"), bytes).unwrap();
@@ -417,6 +437,8 @@ fn a_member_with_a_wrong_checksum_or_length_is_an_error() {
     changed[at] = b'O';
     std::fs::write(folder.path().join("x.zip"), changed).unwrap();
     assert!(rows(&source).unwrap_err().problem.contains("checksum"));
+    let error = hash(&source).unwrap_err();
+    assert!(error.kind == rft_core::Kind::Data && error.place == "file:1", "{error}");
     source.member = Some("b.jsonl".into());
     assert!(rows(&source).unwrap_err().problem.contains("no member \"b.jsonl\""));
 }

@@ -1,0 +1,99 @@
+"""`rft plan`: from a config.json alone, for GPUs that are not here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rft import cli
+
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "max_position_embeddings": 131072,
+    "tie_word_embeddings": False, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA_8B))
+    (tmp_path / "rows.jsonl").write_text("x" * 420_000)
+    path = tmp_path / "chat.toml"
+    path.write_text('[model]\npath = "model"\n[[data.train]]\npath = "rows.jsonl"\n')
+    return path
+
+
+def plan(capsys, *arguments: str) -> tuple[int, str]:
+    code = cli.run(["plan", "chat.toml", *arguments])
+    done = capsys.readouterr()
+    return code, done.out + done.err
+
+
+@pytest.mark.usefixtures("config")
+def test_memory_speed_and_reasons_without_weights_or_a_gpu(capsys):
+    code, text = plan(capsys, "--gpu", "H200")
+    assert code == 0
+    for words in ("8.03 B parameters, 41.9 M trained", "weights", "14.96", "activations", "in all", "of 139.80", "tok/s", "memory.recompute = none",
+                  "or       recompute", "slower", "measured on an H200"):  # fmt: skip
+        assert words in text, words
+    assert "about 3 steps, 98,3" in text or "about 3 steps" in text  # 100,000 tokens by the size of the file
+
+
+@pytest.mark.usefixtures("config")
+def test_json_has_the_numbers_in_bytes_and_seconds(capsys):
+    code = cli.run(["plan", "chat.toml", "--gpu", "H200", "--gpus", "64", "--per-node", "8", "--json", "--set", "parallel.data=shard",
+                    "--set", "adapter.name=none", "--set", "train.max_steps=10", "--set", "train.tokens_per_step=1048576"])  # fmt: skip
+    made = json.loads(capsys.readouterr().out)
+    assert code == 0
+    assert made["machine"]["ranks"] == 64
+    assert made["memory"]["allocated"]["weights"] == pytest.approx(4 * 8.03e9 / 64, rel=0.01)
+    assert made["memory"]["peak_bytes"] == sum(made["memory"]["allocated"].values())
+    assert made["step"]["tokens"] == 1_048_576
+    assert "waiting for weights" in made["step"]["parts"]
+    assert made["run"]["seconds"] == pytest.approx(10 * made["step"]["seconds"])
+    assert made["step"]["flops"] == pytest.approx(6 * 7.5e9 * 1_048_576, rel=0.15)
+    assert made["reasons"]["train.micro_batch"]["reason"]
+
+
+@pytest.mark.usefixtures("config")
+def test_what_does_not_fit_names_changes_that_do_and_exits_with_1(capsys):
+    code, text = plan(capsys, "--gpu", "H100", "--set", "adapter.name=none")
+    assert code == 1
+    assert "too much" in text
+    assert text.count("\ndo ") >= 2
+    assert 'adapter.name = "lora"' in text
+    code, text = plan(capsys, "--memory", "16GiB", "--set", "memory.recompute=none")
+    assert code == 1
+    assert 'set model.base_weights = "nf4"' in text
+    assert " and set " in text
+    assert "tok/s a GPU" in text
+
+
+@pytest.mark.usefixtures("config")
+def test_qlora_fits_where_lora_does_not(capsys):
+    assert plan(capsys, "--memory", "10GiB")[0] == 1
+    code, text = plan(capsys, "--memory", "10GiB", "--set", "model.base_weights=nf4")
+    assert code == 0, text
+    assert "dequantising" in text
+
+
+@pytest.mark.usefixtures("config")
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "no GPU to plan for"), (["--gpu", "Voodoo"], "not in the table"), (["--memory", "lots"], "is no size"),
+        (["--probe", "--gpu", "H200"], "runs on this machine"),
+    ],
+)  # fmt: skip
+def test_a_machine_that_cannot_be_planned_for_is_refused(capsys, arguments, words):
+    import torch
+
+    if torch.cuda.is_available() and not arguments:
+        pytest.skip("there is a GPU")
+    code, text = plan(capsys, *arguments)
+    assert code == 2
+    assert words in text
