@@ -27,24 +27,28 @@ pub fn float_repr(x: f64) -> String {
 /// Containers in containers that are written; deeper ones would need a stack without end.
 const DEEPEST: usize = 200;
 
-/// Fails where a text would become longer than `most` bytes: values may share parts, so that few steps make one whose text
-/// no memory holds.
-fn room(out: &str, more: usize, most: usize) -> Result<(), Error> {
-    if out.len().saturating_add(more) <= most {
-        return Ok(());
-    }
-    Err(Error::new(ErrorKind::OutOfFuel, format!("a value has more than {most} bytes when it is written as text")))
+/// What a part of a value costs beside its bytes.
+const PART: usize = 256;
+
+/// Pays for a part of a value with so many bytes. Values may share parts, so that few steps make one whose text no memory
+/// holds.
+fn pay(left: &mut usize, bytes: usize) -> Result<(), Error> {
+    *left = left
+        .checked_sub(PART + bytes)
+        .ok_or_else(|| Error::new(ErrorKind::OutOfFuel, "a value is too large to be written as text"))?;
+    Ok(())
 }
 
 fn too_deep() -> Error {
     Error::new(ErrorKind::InvalidOperation, "a value is nested too deeply to be written as text")
 }
 
-/// A value as Python's `str` writes it: containers and floats; the rest as minijinja does. About `most` bytes at most.
-pub fn str_of(value: &Value, most: usize) -> Result<String, Error> {
+/// A value as Python's `str` writes it: containers and floats; the rest as minijinja does. `most` bounds
+/// bytes and parts.
+pub fn str_of(value: &Value, mut most: usize) -> Result<String, Error> {
     let mut out = String::new();
     match value.kind() {
-        ValueKind::Seq | ValueKind::Map => repr(&mut out, value, most, 0)?,
+        ValueKind::Seq | ValueKind::Map => repr(&mut out, value, &mut most, 0)?,
         _ => out = plain(value),
     }
     Ok(out)
@@ -61,11 +65,11 @@ fn plain(value: &Value) -> String {
     }
 }
 
-fn repr(out: &mut String, value: &Value, most: usize, depth: usize) -> Result<(), Error> {
+fn repr(out: &mut String, value: &Value, left: &mut usize, depth: usize) -> Result<(), Error> {
     if depth > DEEPEST {
         return Err(too_deep());
     }
-    room(out, value.as_str().map_or(2, str::len), most)?;
+    pay(left, value.as_str().map_or(0, str::len))?;
     match value.kind() {
         ValueKind::String => repr_str(out, value.as_str().unwrap_or_default()),
         ValueKind::Seq => {
@@ -76,7 +80,7 @@ fn repr(out: &mut String, value: &Value, most: usize, depth: usize) -> Result<()
                 if count > 0 {
                     out.push_str(", ");
                 }
-                repr(out, &item, most, depth + 1)?;
+                repr(out, &item, left, depth + 1)?;
                 count += 1;
             }
             if count == 1 && value.is_tuple() {
@@ -90,9 +94,9 @@ fn repr(out: &mut String, value: &Value, most: usize, depth: usize) -> Result<()
                 if index > 0 {
                     out.push_str(", ");
                 }
-                repr(out, &key, most, depth + 1)?;
+                repr(out, &key, left, depth + 1)?;
                 out.push_str(": ");
-                repr(out, &value.get_item(&key).unwrap_or_default(), most, depth + 1)?;
+                repr(out, &value.get_item(&key).unwrap_or_default(), left, depth + 1)?;
             }
             out.push('}');
         }
@@ -181,18 +185,18 @@ impl JsonStyle {
     }
 }
 
-/// `json.dumps(value)`, about `most` bytes at most. Undefined values are an error, as in Python.
-pub fn json_dumps(value: &Value, style: &JsonStyle, most: usize) -> Result<String, Error> {
+/// `json.dumps(value)`; `most` bounds bytes and parts. Undefined values are an error, as in Python.
+pub fn json_dumps(value: &Value, style: &JsonStyle, mut most: usize) -> Result<String, Error> {
     let mut out = String::new();
-    dump(&mut out, value, style, most, 0)?;
+    dump(&mut out, value, style, &mut most, 0)?;
     Ok(out)
 }
 
-fn dump(out: &mut String, value: &Value, style: &JsonStyle, most: usize, depth: usize) -> Result<(), Error> {
+fn dump(out: &mut String, value: &Value, style: &JsonStyle, left: &mut usize, depth: usize) -> Result<(), Error> {
     if depth > DEEPEST {
         return Err(too_deep());
     }
-    room(out, value.as_str().map_or(2, str::len), most)?;
+    pay(left, value.as_str().map_or(0, str::len))?;
     match value.kind() {
         ValueKind::None => out.push_str("null"),
         ValueKind::Bool => out.push_str(if value.is_true() { "true" } else { "false" }),
@@ -202,7 +206,7 @@ fn dump(out: &mut String, value: &Value, style: &JsonStyle, most: usize, depth: 
         ValueKind::Seq | ValueKind::Iterable => {
             let items: Vec<Value> = value.try_iter()?.collect();
             dump_list(out, style, depth, ('[', ']'), items.len(), |out, index| {
-                dump(out, &items[index], style, most, depth + 1)
+                dump(out, &items[index], style, left, depth + 1)
             })?;
         }
         ValueKind::Map => {
@@ -226,10 +230,10 @@ fn dump(out: &mut String, value: &Value, style: &JsonStyle, most: usize, depth: 
             }
             dump_list(out, style, depth, ('{', '}'), pairs.len(), |out, index| {
                 let (key, value) = &pairs[index];
-                room(out, key.len(), most)?;
+                pay(left, key.len())?;
                 dump_str(out, key, style.ensure_ascii);
                 out.push_str(&style.key_separator);
-                dump(out, value, style, most, depth + 1)
+                dump(out, value, style, left, depth + 1)
             })?;
         }
         kind => {
@@ -328,16 +332,16 @@ mod tests {
     #[test]
     fn containers_are_written_as_python_writes_them() {
         let value = crate::template::to_value(&serde_json::json!({"a": [1, 2.5, true, null, "it's"], "b": {}}));
-        assert_eq!(str_of(&value, 1000).expect("text"), r#"{'a': [1, 2.5, True, None, "it's"], 'b': {}}"#);
+        assert_eq!(str_of(&value, 1 << 20).expect("text"), r#"{'a': [1, 2.5, True, None, "it's"], 'b': {}}"#);
     }
 
     #[test]
     fn json_is_that_of_python() {
         let value = crate::template::to_value(&serde_json::json!({"z": "<é\u{1}\"", "a": [1.0, []], "n": null}));
-        let plain = json_dumps(&value, &JsonStyle::default(), 1000).expect("json");
+        let plain = json_dumps(&value, &JsonStyle::default(), 1 << 20).expect("json");
         assert_eq!(plain, "{\"z\": \"<é\\u0001\\\"\", \"a\": [1.0, []], \"n\": null}");
         let style = JsonStyle { indent: Some("  ".into()), item_separator: ",".into(), ..JsonStyle::default() };
-        let wide = json_dumps(&value, &style, 1000).expect("json");
+        let wide = json_dumps(&value, &style, 1 << 20).expect("json");
         assert_eq!(wide, "{\n  \"z\": \"<é\\u0001\\\"\",\n  \"a\": [\n    1.0,\n    []\n  ],\n  \"n\": null\n}");
     }
 }
