@@ -244,6 +244,21 @@ def test_tools_that_the_template_does_not_write_are_told(tmp_path, template):
     assert "look_up" in text_of(again.train, 0, writes)
 
 
+def test_chats_in_which_nothing_ends_a_turn_are_told(tmp_path):
+    template = (
+        "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    files = tiny_files(tmp_path / "tokenizer", template=template)
+    rows = [chat("Hi", "Hello"), {**chat("a", "b"), "tools": []}, chat("c", "d")]
+    made = prepare_rows(tmp_path, rows, files)
+    assert any(text.startswith("in 3 chats no control token ends what is trained on") for text in remarks(made.report))
+    asked_for = prepare_rows(tmp_path / "masked", rows, files, end_of_turn="mask")
+    assert asked_for.report["train"]["unended_rows"] == 0
+    ended = prepare_rows(tmp_path / "ended", rows, tiny_files(tmp_path / "other", template=CHATML))
+    assert ended.report["train"]["unended_rows"] == 0
+
+
 def test_unused_fields_are_counted_by_name(tmp_path, files):
     rows = [{**chat("a", "b"), "id": 1, "source": {"deep": [1, 2]}}, {**chat("c", "d"), "id": 2}, chat("e", "f")]
     made = prepare_rows(tmp_path, rows, files)

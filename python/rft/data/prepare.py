@@ -441,6 +441,11 @@ def _remarks(part: dict[str, Any]) -> list[str]:
         texts.append(f"reasoning of earlier turns, which the template drops, was put back in {counted(kept, 'row')}")
     if part.get("tools_ignored_rows"):
         texts.append(f"tools that the template does not write: in {counted(part['tools_ignored_rows'], 'row')}")
+    if part.get("unended_rows"):
+        texts.append(
+            f"in {counted(part['unended_rows'], 'chat')} no control token ends what is trained on, so the model is not "
+            "taught to stop there: the template writes none (data.template takes a copy of it that does)"
+        )
     unused = part.get("unused_fields", {})
     if unused:
         named = sorted(unused, key=lambda field: (-unused[field], field))

@@ -68,6 +68,8 @@ pub struct Counts {
     lost: (u64, u64),
     /// Rows with tools that the template does not write.
     tools_ignored: u64,
+    /// Chats in which no control token ends what is trained on.
+    unended: u64,
 }
 
 impl Counts {
@@ -146,6 +148,7 @@ impl Counts {
             *rows += u64::from(facts.roles >> index & 1);
         }
         self.tools_ignored += u64::from(facts.tools_ignored);
+        self.unended += u64::from(facts.unended);
         if facts.unused.is_empty() {
             return;
         }
@@ -232,6 +235,7 @@ impl Counts {
             "reasoning_lost": self.lost.0,
             "reasoning_lost_rows": self.lost.1,
             "tools_ignored_rows": self.tools_ignored,
+            "unended_rows": self.unended,
             "no_control_tokens": no_control_tokens,
             "sources": sources,
         })

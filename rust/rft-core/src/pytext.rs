@@ -24,14 +24,39 @@ pub fn float_repr(x: f64) -> String {
     format!("{digits}e{sign}{:02}", exponent.abs())
 }
 
-/// A value as Python's `str` writes it: containers and floats; the rest as minijinja does.
-pub fn str_of(value: &Value) -> String {
+/// Containers in containers that are written; deeper ones would need a stack without end.
+const DEEPEST: usize = 200;
+
+/// What a part of a value costs beside its bytes.
+const PART: usize = 256;
+
+/// Pays for a part of a value with so many bytes. Values may share parts, so that few steps make one whose text no memory
+/// holds.
+fn pay(left: &mut usize, bytes: usize) -> Result<(), Error> {
+    *left = left
+        .checked_sub(PART + bytes)
+        .ok_or_else(|| Error::new(ErrorKind::OutOfFuel, "a value is too large to be written as text"))?;
+    Ok(())
+}
+
+fn too_deep() -> Error {
+    Error::new(ErrorKind::InvalidOperation, "a value is nested too deeply to be written as text")
+}
+
+/// A value as Python's `str` writes it: containers and floats; the rest as minijinja does. `most` bounds
+/// bytes and parts.
+pub fn str_of(value: &Value, mut most: usize) -> Result<String, Error> {
+    let mut out = String::new();
     match value.kind() {
-        ValueKind::Seq | ValueKind::Map => {
-            let mut out = String::new();
-            repr(&mut out, value);
-            out
-        }
+        ValueKind::Seq | ValueKind::Map => repr(&mut out, value, &mut most, 0)?,
+        _ => out = plain(value),
+    }
+    Ok(out)
+}
+
+/// What is no container and no string.
+fn plain(value: &Value) -> String {
+    match value.kind() {
         ValueKind::Number if !value.is_integer() => match f64::try_from(value.clone()) {
             Ok(x) => float_repr(x),
             Err(_) => value.to_string(),
@@ -40,7 +65,11 @@ pub fn str_of(value: &Value) -> String {
     }
 }
 
-fn repr(out: &mut String, value: &Value) {
+fn repr(out: &mut String, value: &Value, left: &mut usize, depth: usize) -> Result<(), Error> {
+    if depth > DEEPEST {
+        return Err(too_deep());
+    }
+    pay(left, value.as_str().map_or(0, str::len))?;
     match value.kind() {
         ValueKind::String => repr_str(out, value.as_str().unwrap_or_default()),
         ValueKind::Seq => {
@@ -51,7 +80,7 @@ fn repr(out: &mut String, value: &Value) {
                 if count > 0 {
                     out.push_str(", ");
                 }
-                repr(out, &item);
+                repr(out, &item, left, depth + 1)?;
                 count += 1;
             }
             if count == 1 && value.is_tuple() {
@@ -65,14 +94,15 @@ fn repr(out: &mut String, value: &Value) {
                 if index > 0 {
                     out.push_str(", ");
                 }
-                repr(out, &key);
+                repr(out, &key, left, depth + 1)?;
                 out.push_str(": ");
-                repr(out, &value.get_item(&key).unwrap_or_default());
+                repr(out, &value.get_item(&key).unwrap_or_default(), left, depth + 1)?;
             }
             out.push('}');
         }
-        _ => out.push_str(&str_of(value)),
+        _ => out.push_str(&plain(value)),
     }
+    Ok(())
 }
 
 fn repr_str(out: &mut String, text: &str) {
@@ -147,21 +177,26 @@ impl JsonStyle {
         style.sort_keys = kwargs.get::<Option<bool>>("sort_keys")?.unwrap_or(false);
         style.ensure_ascii = kwargs.get::<Option<bool>>("ensure_ascii")?.unwrap_or(false);
         kwargs.assert_all_used()?;
+        let words = [style.indent.as_deref().unwrap_or_default(), &style.item_separator, &style.key_separator];
+        if words.iter().any(|word| word.len() > 64) {
+            return Err(Error::new(ErrorKind::InvalidOperation, "an indent or separator of more than 64 bytes"));
+        }
         Ok(style)
     }
 }
 
-/// `json.dumps(value)`. Undefined values are an error, as in Python.
-pub fn json_dumps(value: &Value, style: &JsonStyle) -> Result<String, Error> {
+/// `json.dumps(value)`; `most` bounds bytes and parts. Undefined values are an error, as in Python.
+pub fn json_dumps(value: &Value, style: &JsonStyle, mut most: usize) -> Result<String, Error> {
     let mut out = String::new();
-    dump(&mut out, value, style, 0)?;
+    dump(&mut out, value, style, &mut most, 0)?;
     Ok(out)
 }
 
-fn dump(out: &mut String, value: &Value, style: &JsonStyle, depth: usize) -> Result<(), Error> {
-    if depth > 200 {
-        return Err(Error::new(ErrorKind::InvalidOperation, "value is nested too deeply for JSON"));
+fn dump(out: &mut String, value: &Value, style: &JsonStyle, left: &mut usize, depth: usize) -> Result<(), Error> {
+    if depth > DEEPEST {
+        return Err(too_deep());
     }
+    pay(left, value.as_str().map_or(0, str::len))?;
     match value.kind() {
         ValueKind::None => out.push_str("null"),
         ValueKind::Bool => out.push_str(if value.is_true() { "true" } else { "false" }),
@@ -171,7 +206,7 @@ fn dump(out: &mut String, value: &Value, style: &JsonStyle, depth: usize) -> Res
         ValueKind::Seq | ValueKind::Iterable => {
             let items: Vec<Value> = value.try_iter()?.collect();
             dump_list(out, style, depth, ('[', ']'), items.len(), |out, index| {
-                dump(out, &items[index], style, depth + 1)
+                dump(out, &items[index], style, left, depth + 1)
             })?;
         }
         ValueKind::Map => {
@@ -195,9 +230,10 @@ fn dump(out: &mut String, value: &Value, style: &JsonStyle, depth: usize) -> Res
             }
             dump_list(out, style, depth, ('{', '}'), pairs.len(), |out, index| {
                 let (key, value) = &pairs[index];
+                pay(left, key.len())?;
                 dump_str(out, key, style.ensure_ascii);
                 out.push_str(&style.key_separator);
-                dump(out, value, style, depth + 1)
+                dump(out, value, style, left, depth + 1)
             })?;
         }
         kind => {
@@ -296,16 +332,16 @@ mod tests {
     #[test]
     fn containers_are_written_as_python_writes_them() {
         let value = crate::template::to_value(&serde_json::json!({"a": [1, 2.5, true, null, "it's"], "b": {}}));
-        assert_eq!(str_of(&value), r#"{'a': [1, 2.5, True, None, "it's"], 'b': {}}"#);
+        assert_eq!(str_of(&value, 1 << 20).expect("text"), r#"{'a': [1, 2.5, True, None, "it's"], 'b': {}}"#);
     }
 
     #[test]
     fn json_is_that_of_python() {
         let value = crate::template::to_value(&serde_json::json!({"z": "<é\u{1}\"", "a": [1.0, []], "n": null}));
-        let plain = json_dumps(&value, &JsonStyle::default()).expect("json");
+        let plain = json_dumps(&value, &JsonStyle::default(), 1 << 20).expect("json");
         assert_eq!(plain, "{\"z\": \"<é\\u0001\\\"\", \"a\": [1.0, []], \"n\": null}");
         let style = JsonStyle { indent: Some("  ".into()), item_separator: ",".into(), ..JsonStyle::default() };
-        let wide = json_dumps(&value, &style).expect("json");
+        let wide = json_dumps(&value, &style, 1 << 20).expect("json");
         assert_eq!(wide, "{\n  \"z\": \"<é\\u0001\\\"\",\n  \"a\": [\n    1.0,\n    []\n  ],\n  \"n\": null\n}");
     }
 }

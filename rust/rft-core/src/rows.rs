@@ -14,7 +14,7 @@ use crate::jsonl::{Block, Layout};
 use crate::lean::Lean;
 use crate::readers::Reader;
 use crate::row_error::{Reason, RowError};
-use crate::spec::{ControlPolicy, FormatChoice, Part, RendererKind, Source, Spec};
+use crate::spec::{ControlPolicy, EndOfTurn, FormatChoice, Part, RendererKind, Source, Spec};
 use crate::template::{self, Rendered, Template, to_value};
 use crate::tokenizer::Tokenizer;
 use crate::tokens::{self, Facts, Tokens};
@@ -131,10 +131,13 @@ impl<'a> Rows<'a> {
         match self.renderer {
             None => Ok(rows.iter().map(|bytes| self.row(parser, layout, bytes, scratch)).collect()),
             Some(renderer) => {
-                let begin =
-                    |bytes: &&[u8]| self.elsewhere(bytes).map_or_else(|| self.begin(parser, layout, bytes), Row::Done);
+                let buffers = &mut scratch.tokens;
+                let begin = |bytes: &&[u8]| match self.elsewhere(bytes) {
+                    Some(elsewhere) => Row::Done(elsewhere),
+                    None => self.begin(parser, layout, bytes, buffers),
+                };
                 let begun = rows.iter().map(begin).collect();
-                self.render_by_callback(renderer, begun)
+                self.render_by_callback(renderer, begun, &mut scratch.tokens)
             }
         }
     }
@@ -147,14 +150,14 @@ impl<'a> Rows<'a> {
         if let Some((method, facts)) = self.fill_lean(parser, layout, bytes, scratch) {
             return outcome(self.of_filled(scratch, method, facts));
         }
-        match self.begin(parser, layout, bytes) {
+        match self.begin(parser, layout, bytes, &mut scratch.tokens) {
             Row::Done(outcome) => outcome,
             Row::Chat { job, spelled, facts } => {
                 if let Some(method) = self.fill_job(&job, spelled, scratch) {
                     return outcome(self.of_filled(scratch, method, facts));
                 }
                 match self.render_native(*job) {
-                    Ok(masked) => self.finish(&masked, spelled, facts),
+                    Ok(masked) => self.finish(&masked, spelled, facts, &mut scratch.tokens),
                     Err(error) => Outcome::Dropped(error),
                 }
             }
@@ -168,7 +171,15 @@ impl<'a> Rows<'a> {
         facts: Facts,
     ) -> std::result::Result<Tokens, RowError> {
         let Scratch { filled, tokens: buffers, .. } = scratch;
-        tokens::of_filled(&self.tokenizer, filled, method, buffers).map(|tokens| Tokens { facts, ..tokens })
+        tokens::of_filled(&self.tokenizer, filled, method, buffers).map(|tokens| {
+            let facts = Facts { unended: tokens.facts.unended && self.teaches_ends(), ..facts };
+            Tokens { facts, ..tokens }
+        })
+    }
+
+    /// Whether the token that ends a turn is to be trained on.
+    fn teaches_ends(&self) -> bool {
+        self.wanted.end_of_turn != EndOfTurn::Mask
     }
 
     /// Fills in a row that is a plain chat, if it is one.
@@ -195,7 +206,7 @@ impl<'a> Rows<'a> {
         }
         shape.fill(content, filled);
         let roles = lean.roles.iter().fold(0, |bits, role| bits | 1 << role);
-        Some((shape.method, Facts { roles, unused: lean.unused_names.clone(), tools_ignored: false }))
+        Some((shape.method, Facts { roles, unused: lean.unused_names.clone(), ..Facts::default() }))
     }
 
     /// Fills in a chat that is plain.
@@ -254,7 +265,7 @@ impl<'a> Rows<'a> {
             see(&scratch.filled.text, &scratch.filled.spans);
             return Ok(());
         }
-        let (job, spelled) = match self.begin(parser, layout, bytes) {
+        let (job, spelled) = match self.begin(parser, layout, bytes, &mut scratch.tokens) {
             Row::Chat { job, spelled, .. } => (job, spelled),
             Row::Done(Outcome::Dropped(error)) => return Err(error.problem),
             Row::Done(Outcome::Kept(_)) => return Err("it is no chat".into()),
@@ -282,7 +293,7 @@ impl<'a> Rows<'a> {
     }
 
     /// Parses a row. Raw text is done at once; a chat still has to be rendered.
-    fn begin(&self, parser: &Parser, layout: Layout, bytes: &[u8]) -> Row {
+    fn begin(&self, parser: &Parser, layout: Layout, bytes: &[u8], buffers: &mut tokens::Buffers) -> Row {
         let example = match parser.parse(bytes, layout) {
             Ok(example) => example,
             Err(error) => return Row::Done(Outcome::Dropped(error)),
@@ -290,9 +301,12 @@ impl<'a> Rows<'a> {
         let done = |result: std::result::Result<Tokens, RowError>| Row::Done(outcome(result));
         let mut facts = Facts { unused: example.unused.into(), ..Facts::default() };
         match example.content {
-            Content::Text(text) => done(self.raw(&text, None, example.weight).map(|tokens| Tokens { facts, ..tokens })),
+            Content::Text(text) => {
+                let tokens = self.raw(&text, None, example.weight, buffers);
+                done(tokens.map(|tokens| Tokens { facts, ..tokens }))
+            }
             Content::Segments(segments) => {
-                let tokens = tokens::of_segments(&self.tokenizer, self.spec, &segments, example.weight);
+                let tokens = tokens::of_segments(&self.tokenizer, self.spec, &segments, example.weight, buffers);
                 done(tokens.map(|tokens| Tokens { facts, ..tokens }))
             }
             Content::Tokens(ids, trained) => {
@@ -306,7 +320,7 @@ impl<'a> Rows<'a> {
                 done(tokens.map(|tokens| Tokens { facts, ..tokens }))
             }
             Content::Pair(prompt, completion) => {
-                let tokens = self.raw(&completion, Some(&prompt), example.weight);
+                let tokens = self.raw(&completion, Some(&prompt), example.weight, buffers);
                 done(tokens.map(|tokens| Tokens { facts, ..tokens }))
             }
             Content::Chat(mut chat) => {
@@ -337,8 +351,14 @@ impl<'a> Rows<'a> {
         }
     }
 
-    fn raw(&self, text: &str, prompt: Option<&str>, weight: f32) -> std::result::Result<Tokens, RowError> {
-        tokens::of_raw(&self.tokenizer, self.spec, prompt, text, weight)
+    fn raw(
+        &self,
+        text: &str,
+        prompt: Option<&str>,
+        weight: f32,
+        buffers: &mut tokens::Buffers,
+    ) -> std::result::Result<Tokens, RowError> {
+        tokens::of_raw(&self.tokenizer, self.spec, prompt, text, weight, buffers)
     }
 
     fn render_native(&self, mut job: Job) -> std::result::Result<Vec<Masked>, RowError> {
@@ -361,7 +381,12 @@ impl<'a> Rows<'a> {
     }
 
     /// Rounds of one call for all chats of the block, until every chat knows its spans.
-    fn render_by_callback(&self, renderer: &dyn Renderer, rows: Vec<Row>) -> Result<Vec<Outcome>> {
+    fn render_by_callback(
+        &self,
+        renderer: &dyn Renderer,
+        rows: Vec<Row>,
+        buffers: &mut tokens::Buffers,
+    ) -> Result<Vec<Outcome>> {
         let mut rows = rows;
         loop {
             let conversations: Vec<String> = rows.iter().flat_map(conversations_of).collect();
@@ -380,7 +405,7 @@ impl<'a> Rows<'a> {
                 let own = answers.split_off(answers.len() - count);
                 work.push((row, own));
             }
-            rows = work.into_iter().rev().map(|(row, own)| self.advance(row, own)).collect();
+            rows = work.into_iter().rev().map(|(row, own)| self.advance(row, own, buffers)).collect();
         }
         let done = |row| match row {
             Row::Done(outcome) => outcome,
@@ -389,27 +414,33 @@ impl<'a> Rows<'a> {
         Ok(rows.into_iter().map(done).collect())
     }
 
-    fn advance(&self, row: Row, answers: Vec<std::result::Result<Rendered, String>>) -> Row {
+    fn advance(
+        &self,
+        row: Row,
+        answers: Vec<std::result::Result<Rendered, String>>,
+        buffers: &mut tokens::Buffers,
+    ) -> Row {
         match row {
             Row::Done(outcome) => Row::Done(outcome),
             Row::Chat { mut job, spelled, facts } => match job.answer(answers, self.tokenizer.control()) {
                 Ok(None) => Row::Chat { job, spelled, facts },
-                Ok(Some(masked)) => Row::Done(self.finish(&masked, spelled, facts)),
+                Ok(Some(masked)) => Row::Done(self.finish(&masked, spelled, facts, buffers)),
                 Err(error) => Row::Done(Outcome::Dropped(error)),
             },
         }
     }
 
-    fn finish(&self, masked: &[Masked], spelled: bool, facts: Facts) -> Outcome {
+    fn finish(&self, masked: &[Masked], spelled: bool, facts: Facts, buffers: &mut tokens::Buffers) -> Outcome {
         let mut documents = Vec::with_capacity(masked.len());
         for part in masked {
-            match tokens::of_chat(&self.tokenizer, part) {
+            match tokens::of_chat(&self.tokenizer, part, buffers) {
                 Ok(tokens) => documents.push(Tokens { spelled, ..tokens }),
                 Err(error) => return Outcome::Dropped(error),
             }
         }
         if let Some(first) = documents.first_mut() {
-            first.facts = Facts { tools_ignored: first.facts.tools_ignored, ..facts };
+            let Facts { tools_ignored, unended, .. } = first.facts;
+            first.facts = Facts { tools_ignored, unended: unended && self.teaches_ends(), ..facts };
         }
         Outcome::Kept(documents)
     }

@@ -24,8 +24,10 @@ pub const SPAN_END: char = '\u{fdd2}';
 /// An edge of a message's content, in renders that look for it.
 pub const CONTENT_EDGE: char = '\u{fdd3}';
 
-/// Work of one render: about this many instructions, or 64 times as many bytes.
+/// Work of one render: about this many instructions, or [`BYTES_PER_FUEL`] times as many bytes, which minijinja counts
+/// where it makes them, and before where it knows how many.
 const FUEL: u64 = 5_000_000;
+const BYTES_PER_FUEL: usize = 64;
 const NAME: &str = "chat_template";
 const FILTER: &str = "__rft_generation";
 
@@ -216,25 +218,25 @@ fn environment() -> Environment<'static> {
     env.set_fuel(Some(FUEL));
     env.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
     env.set_unknown_method_callback(python_method);
-    env.set_formatter(|out, _, value| {
+    env.set_formatter(|out, state, value| {
         let written = match value.kind() {
             ValueKind::String => out.write_str(value.as_str().unwrap_or_default()),
             ValueKind::Undefined => Ok(()),
-            _ => out.write_str(&pytext::str_of(value)),
+            _ => out.write_str(&pytext::str_of(value, left(state))?),
         };
         written.map_err(|_| JinjaError::new(ErrorKind::WriteFailure, "cannot write the text"))
     });
     env.add_filter(FILTER, |text: &str| format!("{SPAN_START}{text}{SPAN_END}"));
-    env.add_filter("tojson", |value: &Value, indent: Option<Value>, kwargs: Kwargs| {
-        pytext::json_dumps(value, &pytext::JsonStyle::from_kwargs(indent, &kwargs)?)
+    env.add_filter("tojson", |state: &State, value: &Value, indent: Option<Value>, kwargs: Kwargs| {
+        pytext::json_dumps(value, &pytext::JsonStyle::from_kwargs(indent, &kwargs)?, left(state))
     });
     // Python strips four separators that Unicode does not call white space.
-    env.add_filter("trim", |text: &Value, chars: Option<String>| {
-        let text = text.as_str().map_or_else(|| pytext::str_of(text), str::to_string);
-        text.trim_matches(|c: char| chars.as_ref().map_or_else(|| is_python_space(c), |set| set.contains(c)))
-            .to_string()
+    env.add_filter("trim", |state: &State, text: &Value, chars: Option<String>| {
+        let text = text.as_str().map_or_else(|| pytext::str_of(text, left(state)), |text| Ok(text.to_string()))?;
+        let drop = |c: char| chars.as_ref().map_or_else(|| is_python_space(c), |set| set.contains(c));
+        Ok::<String, JinjaError>(text.trim_matches(drop).to_string())
     });
-    env.add_filter("string", |value: &Value| pytext::str_of(value));
+    env.add_filter("string", |state: &State, value: &Value| pytext::str_of(value, left(state)));
     // minijinja says that none can be iterated and that only lists are sequences; jinja2 asks Python.
     env.add_test("iterable", |value: &Value| !value.is_none() && value.try_iter().is_ok());
     env.add_test("sequence", |value: &Value| {
@@ -247,6 +249,11 @@ fn environment() -> Environment<'static> {
         local_time(format).ok_or_else(|| JinjaError::new(ErrorKind::InvalidOperation, "no such time format"))
     });
     env
+}
+
+/// How many bytes a render may still make.
+fn left(state: &State) -> usize {
+    state.fuel_levels().map_or(usize::MAX, |(_, left)| (left as usize).saturating_mul(BYTES_PER_FUEL))
 }
 
 /// The local time in a `strftime` format.
@@ -281,6 +288,13 @@ fn python_method(
     method: &str,
     args: &[Value],
 ) -> std::result::Result<Value, JinjaError> {
+    // Lists of parts are paid before they are made: 64 bytes a part.
+    let parts = match (value.as_str(), method, args.first().and_then(Value::as_str)) {
+        (Some(text), "split", None) => text.split(is_python_space).count(),
+        (Some(text), "rsplit", Some(separator)) => text.matches(separator).count(),
+        _ => 0,
+    };
+    state.consume_fuel(parts as u64)?;
     if let Some(text) = value.as_str()
         && let Some(result) = str_method(text, method, args)
     {
@@ -399,6 +413,25 @@ mod tests {
         let source = "{% for a in range(100000) %}{% for b in range(100000) %}{{ a }}{% endfor %}{% endfor %}";
         let error = template(source).render_json(&json!({"messages": []}), false).expect_err("fuel");
         assert!(error.contains("fuel") || error.contains("work"), "{error}");
+    }
+
+    #[test]
+    fn a_value_whose_text_would_fill_the_memory_is_stopped_before_it_is_written() {
+        let doubled =
+            "{% set ns = namespace(x=['ab']) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}";
+        let text = "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}";
+        let deep = "{% set ns = namespace(x=[]) %}{% for i in range(300) %}{% set ns.x = [ns.x] %}{% endfor %}";
+        for (made, written) in [
+            (doubled, "{{ ns.x }}"),
+            (doubled, "{{ ns.x | tojson }}"),
+            (text, "{{ ns.x }}"),
+            (deep, "{{ ns.x }}"),
+            (deep, "{{ ns.x | tojson }}"),
+        ] {
+            let source = format!("{made}{written}");
+            let error = template(&source).render_json(&json!({"messages": []}), false).expect_err(&source);
+            assert!(error.contains("work") || error.contains("deep") || error.contains("fuel"), "{written}: {error}");
+        }
     }
 
     #[test]

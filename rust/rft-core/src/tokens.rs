@@ -72,6 +72,8 @@ pub struct Facts {
     pub unused: Arc<[String]>,
     /// Whether it has tools that the template does not write.
     pub tools_ignored: bool,
+    /// Whether no control token ends what is trained on: nothing in it teaches a model to stop.
+    pub unended: bool,
 }
 
 type RowResult<T> = std::result::Result<T, RowError>;
@@ -88,7 +90,14 @@ fn tokenizer_error(error: Error) -> RowError {
 
 /// Raw text: begin of text where the tokenizer adds it, the prompt, the text, end of text. The prompt is not trained
 /// on; both sides are tokenised for themselves, so that no token lies across the border.
-pub fn of_raw(tokenizer: &Tokenizer, spec: &Spec, prompt: Option<&str>, text: &str, weight: f32) -> RowResult<Tokens> {
+pub fn of_raw(
+    tokenizer: &Tokenizer,
+    spec: &Spec,
+    prompt: Option<&str>,
+    text: &str,
+    weight: f32,
+    buffers: &mut Buffers,
+) -> RowResult<Tokens> {
     if prompt.is_none() && text.trim().is_empty() {
         return Err(RowError::new(Reason::Empty, "text", "no text"));
     }
@@ -96,16 +105,22 @@ pub fn of_raw(tokenizer: &Tokenizer, spec: &Spec, prompt: Option<&str>, text: &s
         return Err(untrained("its loss_weight is 0"));
     }
     let allow = spec.control_tokens == ControlPolicy::Allow;
-    let encode = |text: &str| {
-        if allow { tokenizer.encode(text).map(|encoded| encoded.ids) } else { tokenizer.encode_text(text) }
+    let scratch = buffers.scratch(tokenizer);
+    let mut append = |text: &str, ids: &mut Vec<u32>| {
+        if allow {
+            tokenizer.encode_ids_into(text, scratch, ids)
+        } else {
+            tokenizer.encode_text_into(text, scratch, ids)
+        }
+        .map_err(tokenizer_error)
     };
     let (bos, eos) = (spec.tokenizer.bos_id.filter(|_| spec.tokenizer.add_bos), spec.tokenizer.eos_id);
     let mut ids: Vec<u32> = Vec::new();
     if let Some(prompt) = prompt {
-        ids = encode(prompt).map_err(tokenizer_error)?;
+        append(prompt, &mut ids)?;
     }
     let mut read = ids.len();
-    ids.extend(encode(text).map_err(tokenizer_error)?);
+    append(text, &mut ids)?;
     // Where control tokens are allowed, the row may bring its own.
     if let Some(bos) = bos
         && ids.first() != Some(&bos)
@@ -131,12 +146,18 @@ pub fn of_raw(tokenizer: &Tokenizer, spec: &Spec, prompt: Option<&str>, text: &s
 
 /// Raw texts, each tokenised for itself, control tokens recognised: the row writes them on purpose. Begin of text is put in
 /// front where the tokenizer adds it, and nothing at the end.
-pub fn of_segments(tokenizer: &Tokenizer, spec: &Spec, segments: &[(String, bool)], weight: f32) -> RowResult<Tokens> {
+pub fn of_segments(
+    tokenizer: &Tokenizer,
+    spec: &Spec,
+    segments: &[(String, bool)],
+    weight: f32,
+    buffers: &mut Buffers,
+) -> RowResult<Tokens> {
+    let scratch = buffers.scratch(tokenizer);
     let (mut ids, mut trained) = (Vec::new(), Vec::new());
     for (text, label) in segments {
-        let encoded = tokenizer.encode(text).map_err(tokenizer_error)?;
-        trained.resize(trained.len() + encoded.ids.len(), *label);
-        ids.extend(encoded.ids);
+        tokenizer.encode_ids_into(text, scratch, &mut ids).map_err(tokenizer_error)?;
+        trained.resize(ids.len(), *label);
     }
     if let Some(bos) = spec.tokenizer.bos_id.filter(|_| spec.tokenizer.add_bos)
         && ids.first() != Some(&bos)
@@ -161,19 +182,17 @@ pub fn of_ids(ids: Vec<u32>, trained: Vec<bool>, weight: f32) -> RowResult<Token
 }
 
 /// A rendered chat, exactly as the template wrote it. A token that overlaps a trained span is trained on.
-pub fn of_chat(tokenizer: &Tokenizer, masked: &Masked) -> RowResult<Tokens> {
+pub fn of_chat(tokenizer: &Tokenizer, masked: &Masked, buffers: &mut Buffers) -> RowResult<Tokens> {
     let clean = Unmarked::new(&masked.text);
-    let encoded = tokenizer.encode_marked(&masked.text, &clean).map_err(tokenizer_error)?;
+    let encoded = tokenizer.encode_marked(&masked.text, &clean, buffers.scratch(tokenizer)).map_err(tokenizer_error)?;
     let spans: Vec<Span> = masked
         .spans
         .iter()
         .map(|span| Span { start: clean.position(span.start), end: clean.position(span.end), ..*span })
         .collect();
-    let tokens = Tokens {
-        lost: masked.lost,
-        facts: Facts { tools_ignored: masked.tools_ignored, ..Facts::default() },
-        ..mask(encoded.ids, encoded.offsets.into_iter(), &spans, masked.method, tokenizer)
-    };
+    let mut tokens = mask(encoded.ids, encoded.offsets.into_iter(), &spans, masked.method, tokenizer);
+    tokens.lost = masked.lost;
+    tokens.facts.tools_ignored = masked.tools_ignored;
     if tokens.trained.iter().any(|bit| *bit) { Ok(tokens) } else { Err(untrained("no token of it is trained on")) }
 }
 
@@ -183,6 +202,13 @@ pub struct Buffers {
     scratch: Option<Scratch>,
     ids: Vec<u32>,
     ends: Vec<u32>,
+}
+
+impl Buffers {
+    /// What the tokenizer works with. Buffers belong to one tokenizer.
+    fn scratch(&mut self, tokenizer: &Tokenizer) -> &mut Scratch {
+        self.scratch.get_or_insert_with(|| tokenizer.scratch())
+    }
 }
 
 /// A chat that was filled in: no mark is in it, and its control tokens are the template's.
@@ -234,5 +260,9 @@ fn mask(
         let goes_on = spans.get(next + 1).is_some_and(|after| after.start == span.end && end <= after.end);
         straddling += u64::from(!inside && !goes_on && !tokenizer.control().is_control(ids[index]));
     }
-    Tokens { ids, trained, weights, straddling, spelled: false, method: Some(method), lost: 0, facts: Facts::default() }
+    // A line break may stand behind the token that ends a turn.
+    let mut last = (0..ids.len()).rev().filter(|index| trained[*index]).take(2);
+    let unended = !last.any(|index| tokenizer.control().is_control(ids[index]));
+    let facts = Facts { unended, ..Facts::default() };
+    Tokens { ids, trained, weights, straddling, spelled: false, method: Some(method), lost: 0, facts }
 }

@@ -125,10 +125,15 @@ impl Shapes {
 
     /// The shape of these roles; `learn` gives text and spans of a made-up chat's contents.
     pub fn of(&self, roles: &[u8], learn: impl FnMut(&[String]) -> Option<Masked>) -> Option<Arc<Shape>> {
-        if let Some(known) = self.known.read().unwrap_or_else(PoisonError::into_inner).get(roles) {
-            return known.clone();
-        }
-        if roles.len() > MAX_MESSAGES {
+        let full = {
+            let known = self.known.read().unwrap_or_else(PoisonError::into_inner);
+            if let Some(shape) = known.get(roles) {
+                return shape.clone();
+            }
+            known.len() >= MAX_SHAPES
+        };
+        // Learning costs more renders than the chat itself: not for what cannot be remembered.
+        if full || roles.len() > MAX_MESSAGES {
             return None;
         }
         // Learned outside the lock: two threads may do so at once, and find the same.

@@ -1,9 +1,12 @@
 //! Whole files to flat ids, on several threads.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::Read;
+use std::panic::resume_unwind;
 use std::path::Path;
-use std::sync::Mutex;
+use std::sync::{Mutex, PoisonError};
+use std::thread::ScopedJoinHandle;
 
 use memchr::{memchr, memrchr};
 
@@ -91,7 +94,7 @@ impl Tokenizer {
         }
         let separator = parts.separator;
         let reader = Mutex::new((parts, 0usize));
-        let made: Mutex<Vec<(usize, std::result::Result<Documents, usize>)>> = Mutex::default();
+        let joined = Mutex::new(Joined { documents, waiting: BTreeMap::new(), next: 0, broken: None });
         let work = || -> std::io::Result<()> {
             self.with_scratch(|scratch| {
                 let mut part = Vec::new();
@@ -105,8 +108,8 @@ impl Tokenizer {
                     drop(reader);
                     let mut own = Documents { ids: Vec::with_capacity(part.len() / 3), ends: Vec::new() };
                     let result = self.encode_part(&part, separator, scratch, &mut own).map(|()| own);
-                    if let Ok(mut made) = made.lock() {
-                        made.push((index, result));
+                    if let Ok(mut joined) = joined.lock() {
+                        joined.take(index, result);
                     }
                 }
             })
@@ -114,18 +117,15 @@ impl Tokenizer {
         std::thread::scope(|scope| {
             let others: Vec<_> = (1..threads).map(|_| scope.spawn(work)).collect();
             let mine = work();
-            others.into_iter().filter_map(|other| other.join().ok()).fold(mine, |all, other| all.and(other))
+            let ended = |other: ScopedJoinHandle<'_, _>| other.join().unwrap_or_else(|panic| resume_unwind(panic));
+            others.into_iter().map(ended).fold(mine, |all, other| all.and(other))
         })
         .map_err(unread)?;
-        let mut made = made.into_inner().unwrap_or_default();
-        made.sort_by_key(|(index, _)| *index);
-        for (_, part) in made {
-            let part = part.map_err(|at| broken(place, documents.ends.len() as u64 + at as u64))?;
-            let before = documents.ids.len() as u64;
-            documents.ids.extend_from_slice(&part.ids);
-            documents.ends.extend(part.ends.iter().map(|end| before + end));
+        let joined = joined.into_inner().unwrap_or_else(PoisonError::into_inner);
+        match joined.broken {
+            Some(number) => Err(broken(place, number)),
+            None => Ok(joined.documents),
         }
-        Ok(documents)
     }
 
     /// Fails with the number of the document that is no text.
@@ -147,6 +147,35 @@ impl Tokenizer {
                 return Ok(());
             }
             rest = &rest[end + 1..];
+        }
+    }
+}
+
+/// What threads made, put together in order as it comes.
+struct Joined {
+    documents: Documents,
+    /// Parts whose turn has not come.
+    waiting: BTreeMap<usize, std::result::Result<Documents, usize>>,
+    next: usize,
+    /// The first document that is no text; nothing is joined behind it.
+    broken: Option<u64>,
+}
+
+impl Joined {
+    fn take(&mut self, index: usize, part: std::result::Result<Documents, usize>) {
+        self.waiting.insert(index, part);
+        while self.broken.is_none()
+            && let Some(part) = self.waiting.remove(&self.next)
+        {
+            self.next += 1;
+            match part {
+                Ok(part) => {
+                    let before = self.documents.ids.len() as u64;
+                    self.documents.ids.extend_from_slice(&part.ids);
+                    self.documents.ends.extend(part.ends.iter().map(|end| before + end));
+                }
+                Err(at) => self.broken = Some((self.documents.ends.len() + at) as u64),
+            }
         }
     }
 }

@@ -46,6 +46,8 @@ struct Gap {
     filled: usize,
     start: usize,
     end: usize,
+    /// Whether they are only too many to stand between the others.
+    known: bool,
     /// Where its parts end.
     parts: usize,
 }
@@ -54,7 +56,18 @@ struct Gap {
 struct Part {
     start: usize,
     end: usize,
+    /// Whether it may be known: it is less than the piece, or the piece is.
+    sought: bool,
+    /// Its ids where it is known and they are few, and their number, else 0.
+    few: [u32; 7],
+    count: usize,
     job: Option<usize>,
+}
+
+impl Part {
+    fn new(start: usize, end: usize, sought: bool) -> Part {
+        Part { start, end, sought, few: [0; 7], count: 0, job: None }
+    }
 }
 
 /// Pieces whose gaps are filled together.
@@ -88,6 +101,13 @@ pub(super) enum Places<'a> {
 
 /// How ids in stretches of text are looked at: those of control tokens, for [`super::Tokenizer::encode_text`].
 pub(super) type Look<'a> = &'a mut dyn FnMut(&[u32]);
+
+/// What every step is handed: buffers, where ids go, who looks at them.
+struct Work<'a, 's> {
+    scratch: &'a mut Scratch,
+    sink: &'a mut Sink<'s>,
+    look: Look<'a>,
+}
 
 impl Engine {
     /// From a plan and the added tokens as the library numbers them; else why it cannot be.
@@ -158,11 +178,13 @@ impl Engine {
 
     /// Ids of a text with its added tokens, special ones as text where `text_only`.
     pub fn encode(&self, text: &str, text_only: bool, scratch: &mut Scratch, sink: &mut Sink<'_>, look: Look<'_>) {
+        let mut work = Work { scratch, sink, look };
         self.raw.cut(text, text_only, &mut |stretch| match stretch.id {
             Some(id) => {
-                sink.added(id, stretch.start, stretch.end, text.as_bytes(), &Origin::Plain { base: 0, prefix: 0 })
+                let whole = Origin::Plain { base: 0, prefix: 0 };
+                work.sink.added(id, stretch.start, stretch.end, text.as_bytes(), &whole);
             }
-            None => self.stretch(text, stretch, true, text_only, scratch, sink, look),
+            None => self.stretch(text, stretch, true, text_only, &mut work),
         });
     }
 
@@ -176,13 +198,14 @@ impl Engine {
         look: Look<'_>,
     ) {
         let whole = Origin::Plain { base: 0, prefix: 0 };
+        let mut work = Work { scratch, sink, look };
         let mut at = 0;
         for &(start, end, id) in tokens.iter().chain([&(text.len(), text.len(), u32::MAX)]) {
             if at < start {
-                self.stretch(text, Stretch { id: None, start: at, end: start }, false, false, scratch, sink, look);
+                self.stretch(text, Stretch { id: None, start: at, end: start }, false, false, &mut work);
             }
             if start < end {
-                sink.added(id, start, end, text.as_bytes(), &whole);
+                work.sink.added(id, start, end, text.as_bytes(), &whole);
             }
             at = end;
         }
@@ -247,42 +270,22 @@ impl Engine {
         then(part, &Origin::Plain { base, prefix: 0 });
     }
 
-    #[expect(clippy::too_many_arguments, reason = "a text, its stretch, and where ids go")]
-    fn stretch(
-        &self,
-        text: &str,
-        stretch: Stretch,
-        find: bool,
-        text_only: bool,
-        scratch: &mut Scratch,
-        sink: &mut Sink<'_>,
-        look: Look<'_>,
-    ) {
+    fn stretch(&self, text: &str, stretch: Stretch, find: bool, text_only: bool, work: &mut Work<'_, '_>) {
         let part = &text[stretch.start..stretch.end];
         self.normal(part, stretch.start, &mut |normal, origin| {
             if self.normalized.is_empty() || !find {
-                return self.text(normal, origin, 0, normal.len(), scratch, sink, look);
+                return self.text(normal, origin, 0, normal.len(), work);
             }
             self.normalized.cut(normal, text_only, &mut |inner| match inner.id {
-                Some(id) => sink.added(id, inner.start, inner.end, normal.as_bytes(), origin),
-                None => self.text(normal, origin, inner.start, inner.end, scratch, sink, look),
+                Some(id) => work.sink.added(id, inner.start, inner.end, normal.as_bytes(), origin),
+                None => self.text(normal, origin, inner.start, inner.end, work),
             });
         });
     }
 
-    #[expect(clippy::too_many_arguments, reason = "a text, its stretch, and where ids go")]
-    fn text(
-        &self,
-        normal: &str,
-        origin: &Origin<'_>,
-        start: usize,
-        end: usize,
-        scratch: &mut Scratch,
-        sink: &mut Sink<'_>,
-        look: Look<'_>,
-    ) {
+    fn text(&self, normal: &str, origin: &Origin<'_>, start: usize, end: usize, work: &mut Work<'_, '_>) {
         if self.marks_first || self.prefix == Prefix::Never {
-            return self.pieces(normal.as_bytes(), origin, start, end, scratch, sink, look);
+            return self.pieces(normal.as_bytes(), origin, start, end, work);
         }
         // Metaspace: the text was left as it is until here.
         let Origin::Plain { base, .. } = origin else { unreachable!("SentencePiece has no other form") };
@@ -290,27 +293,18 @@ impl Engine {
         let missing = !part.starts_with([' ', '\u{2581}']);
         let prefix = missing && (self.prefix == Prefix::Missing || base == 0);
         self.marked(part, base, prefix, &mut |text, origin| {
-            self.pieces(text.as_bytes(), origin, 0, text.len(), scratch, sink, look);
+            self.pieces(text.as_bytes(), origin, 0, text.len(), work);
         });
     }
 
-    #[expect(clippy::too_many_arguments, reason = "a text, its stretch, and where ids go")]
-    fn pieces(
-        &self,
-        text: &[u8],
-        origin: &Origin<'_>,
-        start: usize,
-        end: usize,
-        scratch: &mut Scratch,
-        sink: &mut Sink<'_>,
-        look: Look<'_>,
-    ) {
+    fn pieces(&self, text: &[u8], origin: &Origin<'_>, start: usize, end: usize, work: &mut Work<'_, '_>) {
+        let Work { scratch, sink, look } = work;
         let before = sink.ids.len();
         if self.bpe.lacks_bytes()
             && !matches!(sink.places, Places::None)
             && text[start..end].iter().any(|byte| !self.bpe.has_byte(*byte))
         {
-            self.one_by_one(text, origin, start, end, scratch, sink);
+            self.one_by_one(text, origin, start, end, &mut scratch.memo, sink);
             return look(&sink.ids[before..]);
         }
         if start >= end {
@@ -337,7 +331,7 @@ impl Engine {
         origin: &Origin<'_>,
         start: usize,
         end: usize,
-        scratch: &mut Scratch,
+        memo: &mut Memo,
         sink: &mut Sink<'_>,
     ) {
         let letters = |byte: u8| if byte.is_ascii_graphic() { 1 } else { 2 };
@@ -345,7 +339,7 @@ impl Engine {
         while at < end {
             let stop = self.cutter.piece(text, at, end);
             let before = sink.ids.len();
-            self.bpe.encode(&text[at..stop], &mut scratch.memo, sink.ids);
+            self.bpe.encode(&text[at..stop], memo, sink.ids);
             places.clear();
             for (index, byte) in (at..stop).zip(&text[at..stop]) {
                 places.extend(std::iter::repeat_n(index, letters(*byte)));
@@ -399,20 +393,27 @@ impl Engine {
             for ((key, hash), end) in these.iter().zip(step) {
                 let (from, end) = (start, *end as usize);
                 start = end;
+                let mut known = false;
                 if end - from <= SHORT {
-                    if let Some(Found::Few(few, count)) = cache.get(*key, *hash) {
-                        out[filled..filled + 4].copy_from_slice(&few);
-                        filled += count;
-                        continue;
+                    match cache.get(*key, *hash) {
+                        Some(Found::Few(few, count)) => {
+                            out[filled..filled + 4].copy_from_slice(&few);
+                            filled += count;
+                            continue;
+                        }
+                        found => known = found.is_some(),
                     }
-                } else if end - from <= LONG
-                    && let Some(Found::Few(few, count)) = cache.get_long(&text[from..end])
-                {
-                    out[filled..filled + 7].copy_from_slice(&few);
-                    filled += count;
-                    continue;
+                } else if end - from <= LONG {
+                    match cache.get_long(&text[from..end]) {
+                        Some(Found::Few(few, count)) => {
+                            out[filled..filled + 7].copy_from_slice(&few);
+                            filled += count;
+                            continue;
+                        }
+                        found => known = found.is_some(),
+                    }
                 }
-                gaps.push(Gap { filled, start: from, end, parts: 0 });
+                gaps.push(Gap { filled, start: from, end, known, parts: 0 });
             }
         }
         if gaps.is_empty() {
@@ -432,22 +433,27 @@ impl Engine {
             let (piece, base) = (&text[gap.start..gap.end], gap.start);
             let mut start = base;
             match &self.borders {
-                Some(borders) if !piece.is_ascii() => borders.cut(piece, |end| {
+                Some(borders) if !gap.known && !piece.is_ascii() => borders.cut(piece, |end| {
                     let end = base + end;
                     if end - start <= SHORT {
                         cache.prefetch(hash(key(text, start, end - start)));
                     }
-                    parts.push(Part { start, end, job: None });
+                    parts.push(Part::new(start, end, end - start < piece.len()));
                     start = end;
                 }),
-                _ => parts.push(Part { start, end: gap.end, job: None }),
+                _ => parts.push(Part::new(start, gap.end, gap.known)),
             }
             gap.parts = parts.len();
         }
         for part in parts.iter_mut() {
-            if cache.find(text, part.start, part.end).is_none() {
-                let piece = &text[part.start..part.end];
-                part.job = self.bpe.whole(piece).is_none().then(|| rounds.add(&self.bpe, piece)).flatten();
+            let found = if part.sought { cache.find(text, part.start, part.end) } else { None };
+            match found {
+                Some(Found::Few(few, count)) => (part.few, part.count) = (few, count),
+                Some(Found::Many(_)) => {}
+                None => {
+                    let piece = &text[part.start..part.end];
+                    part.job = self.bpe.whole(piece).is_none().then(|| rounds.add(&self.bpe, piece)).flatten();
+                }
             }
         }
         rounds.run(self.bpe.pairs(), self.simd);
@@ -457,6 +463,11 @@ impl Engine {
             copied = gap.filled;
             let before = ids.len();
             for part in &parts[next..gap.parts] {
+                if part.count > 0 {
+                    ids.extend_from_slice(&part.few[..part.count]);
+                    continue;
+                }
+                // New ones may stand here twice.
                 let before = ids.len();
                 match cache.find(text, part.start, part.end) {
                     Some(Found::Few(few, count)) => ids.extend_from_slice(&few[..count]),

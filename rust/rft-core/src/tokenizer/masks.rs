@@ -29,6 +29,29 @@ pub struct Raw {
     pub inner: u64,
 }
 
+impl Raw {
+    /// From the letters of either case, the bytes from 0x80 on, and two tests: a value and so many behind it, one value.
+    #[inline(always)]
+    fn of(letter: u64, high: u64, below: impl Fn(u8, u8) -> u64, equal: impl Fn(u8) -> u64) -> Raw {
+        let blank = equal(32);
+        let (tabs, feed) = (below(9, 5), equal(10));
+        Raw {
+            letter,
+            upper: below(b'A', 26),
+            digit: below(b'0', 10),
+            space: blank | tabs,
+            newline: feed | equal(13),
+            feed,
+            blank,
+            apostrophe: equal(b'\''),
+            slash: equal(b'/'),
+            control: (below(0, 32) & !tabs) | equal(127),
+            high,
+            inner: below(0x80, 0x40),
+        }
+    }
+}
+
 /// A way to make the masks.
 pub trait Masks {
     /// The masks of 64 bytes.
@@ -90,26 +113,11 @@ impl Masks for Avx512 {
         unsafe {
             let v = _mm512_loadu_si512(bytes.as_ptr().cast());
             let set = |byte: u8| _mm512_set1_epi8(byte as i8);
-            let below =
+            let within =
                 |v: __m512i, start: u8, count: u8| _mm512_cmplt_epu8_mask(_mm512_sub_epi8(v, set(start)), set(count));
             let equal = |byte: u8| _mm512_cmpeq_epi8_mask(v, set(byte));
-            let blank = equal(32);
-            let (tabs, feed) = (below(v, 9, 5), equal(10));
-            let high = _mm512_movepi8_mask(v);
-            Raw {
-                letter: below(_mm512_or_si512(v, set(32)), b'a', 26),
-                upper: below(v, b'A', 26),
-                digit: below(v, b'0', 10),
-                space: blank | tabs,
-                newline: feed | equal(13),
-                feed,
-                blank,
-                apostrophe: equal(b'\''),
-                slash: equal(b'/'),
-                control: (below(v, 0, 32) & !tabs) | equal(127),
-                high,
-                inner: below(v, 0x80, 0x40),
-            }
+            let letter = within(_mm512_or_si512(v, set(32)), b'a', 26);
+            Raw::of(letter, _mm512_movepi8_mask(v), |start, count| within(v, start, count), equal)
         }
     }
 }
@@ -139,22 +147,8 @@ impl Masks for Avx2 {
             };
             let below = |start: u8, count: u8| both(&|v| within(v, start, count));
             let equal = |byte: u8| both(&|v| _mm256_cmpeq_epi8(v, set(byte)));
-            let blank = equal(32);
-            let (tabs, feed) = (below(9, 5), equal(10));
-            Raw {
-                letter: both(&|v| within(_mm256_or_si256(v, set(32)), b'a', 26)),
-                upper: below(b'A', 26),
-                digit: below(b'0', 10),
-                space: blank | tabs,
-                newline: feed | equal(13),
-                feed,
-                blank,
-                apostrophe: equal(b'\''),
-                slash: equal(b'/'),
-                control: (below(0, 32) & !tabs) | equal(127),
-                high: both(&|v| v),
-                inner: below(0x80, 0x40),
-            }
+            let letter = both(&|v| within(_mm256_or_si256(v, set(32)), b'a', 26));
+            Raw::of(letter, both(&|v| v), below, equal)
         }
     }
 }
@@ -184,22 +178,8 @@ impl Masks for Neon {
                 |v: uint8x16_t, start: u8, count: u8| vcltq_u8(vsubq_u8(v, vdupq_n_u8(start)), vdupq_n_u8(count));
             let below = |start: u8, count: u8| all(&|v| within(v, start, count));
             let equal = |byte: u8| all(&|v| vceqq_u8(v, vdupq_n_u8(byte)));
-            let blank = equal(32);
-            let (tabs, feed) = (below(9, 5), equal(10));
-            Raw {
-                letter: all(&|v| within(vorrq_u8(v, vdupq_n_u8(32)), b'a', 26)),
-                upper: below(b'A', 26),
-                digit: below(b'0', 10),
-                space: blank | tabs,
-                newline: feed | equal(13),
-                feed,
-                blank,
-                apostrophe: equal(b'\''),
-                slash: equal(b'/'),
-                control: (below(0, 32) & !tabs) | equal(127),
-                high: below(0x80, 0x80),
-                inner: below(0x80, 0x40),
-            }
+            let letter = all(&|v| within(vorrq_u8(v, vdupq_n_u8(32)), b'a', 26));
+            Raw::of(letter, below(0x80, 0x80), below, equal)
         }
     }
 }

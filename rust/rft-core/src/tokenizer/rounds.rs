@@ -152,3 +152,58 @@ impl Job {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tokenizer::bpe::{Memo, Unit};
+    use crate::tokenizer::model::Plan;
+
+    #[test]
+    fn pieces_merged_side_by_side_become_what_the_search_finds() {
+        let mut seed = 3u64;
+        let mut below = |most: usize| {
+            seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            (seed >> 33) as usize % most
+        };
+        for _ in 0..20 {
+            let mut tokens: Vec<String> = ["a", "b", "c"].map(String::from).to_vec();
+            let mut merges = Vec::new();
+            while tokens.len() < 40 {
+                let (left, right) = (tokens[below(tokens.len())].clone(), tokens[below(tokens.len())].clone());
+                let joined = format!("{left}{right}");
+                if joined.len() < 9 && !tokens.contains(&joined) {
+                    merges.push([left, right]);
+                    tokens.push(joined);
+                }
+            }
+            let vocab: serde_json::Map<String, serde_json::Value> =
+                tokens.iter().enumerate().map(|(id, token)| (token.clone(), id.into())).collect();
+            let file = serde_json::json!({
+                "model": {"type": "BPE", "vocab": vocab, "merges": merges},
+                "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false, "use_regex": true},
+            });
+            let file = file.to_string();
+            let plan = Plan::read(&file).expect("a plan");
+            let bpe = Bpe::new(&plan.model, Unit::Byte).expect("merges");
+            let pieces: Vec<String> = (0..3 * TURNS + 1)
+                .map(|_| (0..1 + below(PICKED)).map(|_| ["a", "b", "c"][below(3)]).collect())
+                .collect();
+            for simd in Simd::all() {
+                let mut rounds = Rounds::default();
+                for piece in &pieces {
+                    rounds.add(&bpe, piece.as_bytes()).expect("few symbols");
+                }
+                rounds.run(bpe.pairs(), simd);
+                for (index, piece) in pieces.iter().enumerate() {
+                    let (mut given, mut wanted) = (Vec::new(), Vec::new());
+                    rounds.ids(index, &bpe, &mut given);
+                    bpe.encode(piece.as_bytes(), &mut Memo::default(), &mut wanted);
+                    assert_eq!(given, wanted, "{piece} {merges:?} {simd:?}");
+                }
+            }
+            assert_eq!(Rounds::default().add(&bpe, "a".repeat(PICKED + 1).as_bytes()), None);
+            assert_eq!(Rounds::default().add(&bpe, b"ax"), None);
+        }
+    }
+}
