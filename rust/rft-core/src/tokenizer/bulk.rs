@@ -11,7 +11,6 @@ use std::thread::ScopedJoinHandle;
 use memchr::{memchr, memrchr};
 
 use super::Tokenizer;
-use super::memory::large_pages;
 use crate::error::{Error, Kind, Result};
 
 /// The ids of many documents, one behind the other.
@@ -78,9 +77,8 @@ impl Tokenizer {
         threads: usize,
         place: &str,
     ) -> Result<Documents> {
-        // The ids of most text take no more than this; faults of small pages would take a tenth of the time.
+        // The ids of most text take no more than this.
         let mut documents = Documents { ids: Vec::with_capacity(size / 3), ends: Vec::new() };
-        large_pages(&documents.ids);
         let unread = |e| Error::new(Kind::Data, place, e);
         if threads <= 1 {
             let (mut parts, mut part) = (parts, Vec::new());
