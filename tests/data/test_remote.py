@@ -305,7 +305,7 @@ def test_data_set_of_the_hub_gives_its_train_split_or_a_pattern(tmp_path, hub):
     [
         (["main/train-0.parquet", "socratic/train-0.parquet"], "org/set", "several parts: main, socratic"),
         (["test.jsonl", "validation.jsonl"], "org/set", "no train split"),
-        (["train.jsonl"], "org/set/data/*", "matches none of the 1 files"),
+        (["train.jsonl"], "org/set/data/*", "matches none of the 1 file of"),
         (["train.jsonl"], "org/none", "has no data set 'org/none'"),
         (["train.jsonl"], "set", "names no data set"),
     ],
