@@ -13,8 +13,9 @@ from rft.config.root import Config
 from rft.data.batch import Batch
 from rft.optim import Schedule
 from rft.parallel.mesh import World
+from rft.training.job import Job
 from rft.training.run import Run
-from rft.training.setup import Job, be_deterministic, build_optimizer, build_trainee, inspect_job, seed_everything
+from rft.training.setup import be_deterministic, build_optimizer, build_trainee, inspect_job, seed_everything
 from rft.training.state import TrainState
 from support.stub_run import StubLoader, join, pack
 

@@ -17,13 +17,14 @@ from rft.errors import RftError, TrainingError, system_reason
 from rft.parallel.collectives import broadcast_json
 from rft.parallel.mesh import World, join_world, leave_world
 from rft.training import headline
+from rft.training.job import Job
 from rft.training.known import remember
 from rft.training.loop import train as train_run
 from rft.training.replan import ran_out
 from rft.training.result import Result
 from rft.training.resume import LOG, RunLock, Start, begin, take_run_dir
 from rft.training.rundir import write_run_files
-from rft.training.setup import Job, add_data, build_loaders, build_run, inspect_job
+from rft.training.setup import add_data, build_loaders, build_run, inspect_job
 from rft.training.state import check_same_plan
 from rft.training.trainee import Trainee
 

@@ -14,10 +14,10 @@ from rft.data.prepare import describe as describe_data
 from rft.data.prepare import report_with_plan
 from rft.data.streaming import StreamLoader
 from rft.memory.planner import Planned
+from rft.training.job import Job
 from rft.training.live import duration
 from rft.training.machine import Machine
 from rft.training.run import Run
-from rft.training.setup import Job
 from rft.words import counted
 
 

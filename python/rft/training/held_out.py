@@ -18,8 +18,9 @@ from rft.errors import ConfigError
 from rft.models.tokenizer import load_tokenizer
 from rft.parallel.mesh import World, join_world
 from rft.training.evaluate import Evaluation, evaluate
+from rft.training.job import Job
 from rft.training.machine import inspect_machine
-from rft.training.setup import Job, add_data, build_trainee, inspect_job
+from rft.training.setup import add_data, build_trainee, inspect_job
 from rft.training.state import TrainState
 from rft.training.trainee import Trainee
 

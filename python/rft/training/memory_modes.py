@@ -20,7 +20,7 @@ from rft.training.machine import HOST_SHARE, free_host_bytes
 from rft.training.trainee import Trainee
 
 if TYPE_CHECKING:
-    from rft.training.setup import Job
+    from rft.training.job import Job
 
 
 def save_memory(job: Job, trainee: Trainee, layers: list[torch.nn.Module], run_dir: Path | None) -> None:

@@ -26,8 +26,8 @@ from rft.training.state import StepStart
 from rft.training.step import StepResult, train_step
 
 if TYPE_CHECKING:
+    from rft.training.job import Job
     from rft.training.run import Run
-    from rft.training.setup import Job
 
 TILES = (4, 16)
 """Pieces of an MLP that are tried where no planner says how many."""

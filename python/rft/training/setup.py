@@ -7,7 +7,7 @@ import random
 import uuid
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +20,23 @@ from rft.checkpoint.load import Checkpoint
 from rft.config.adapter import LoraConfig
 from rft.config.root import Config
 from rft.data.loader import Loader
-from rft.data.prepare import Prepared, prepare
+from rft.data.prepare import prepare
 from rft.data.streaming import Readers, StreamedSet, StreamLoader
 from rft.errors import ConfigError, Refused
 from rft.losses import SftLoss
 from rft.memory import planner
-from rft.memory.planner import Planned
 from rft.memory.recompute import why_not as why_no_recompute
 from rft.models.attention import choose_backend, install_attention
 from rft.models.aux_loss import RouterLoss
 from rft.models.backbone import Backbone, decoder_layers
 from rft.models.describe import describe
-from rft.models.facts import Facts
 from rft.models.head import KERNEL_ALLOWED, Head, auto_chunk_rows, compare_kernel
 from rft.models.load import build_meta, find_model, materialise
-from rft.models.probe import Probed, probe_architecture, require_packing
+from rft.models.probe import probe_architecture, require_packing
 from rft.models.receipts import Receipts
 from rft.models.rope import settle_dynamic
-from rft.models.source import ModelSource
 from rft.models.surgery import apply_swaps, why_no_kernels
-from rft.models.tokenizer import TokenizerFiles, load_tokenizer
+from rft.models.tokenizer import load_tokenizer
 from rft.optim import BUILDERS, Home, Optimizer, Schedule
 from rft.optim.groups import is_lora_B
 from rft.parallel.apply import apply_replicate, parallelize
@@ -48,10 +45,10 @@ from rft.parallel.fsdp import local_part
 from rft.parallel.mesh import World
 from rft.quant.packed import Packed, place
 from rft.ranks import plain_number
-from rft.training.decision import Decision
 from rft.training.flops import count_flops
+from rft.training.job import DTYPES, Job
 from rft.training.known import Known
-from rft.training.machine import Machine, inspect_machine, limit_threads
+from rft.training.machine import inspect_machine, limit_threads
 from rft.training.memory_modes import offload_folder, save_memory
 from rft.training.replan import Replanner
 from rft.training.resolve import (
@@ -69,47 +66,6 @@ from rft.training.signals import Signals
 from rft.training.state import TrainState, resume_state
 from rft.training.trackers import check_trackers
 from rft.training.trainee import Trainee
-
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-@dataclass
-class Job:
-    """All that is known of a run before a weight is read: the model is on meta, every `auto` is decided."""
-
-    config: Config
-    world: World
-    machine: Machine
-    source: ModelSource
-    tokenizer: TokenizerFiles
-    model: Any
-    """On meta: adapters are injected, nothing is swapped yet."""
-    wide: frozenset[str]
-    """Trained parameters that this architecture computes with in fp32 in any case."""
-    facts: Facts
-    probed: Probed
-    known: Known
-    receipts: Receipts = field(default_factory=Receipts)
-    decisions: list[Decision] = field(default_factory=list)
-    prepared: Prepared | None = None
-    kernels: bool = False
-    """Whether the Triton kernels are swapped in."""
-    planned: Planned | None = None
-    """What the planner expects of a step; None on a CPU, which is not planned for."""
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        return DTYPES[self.config.train.precision]
-
-    @property
-    def master_dtype(self) -> torch.dtype:
-        """Type in which trained weights are kept."""
-        return torch.float32 if self.compute_dtype == torch.float32 else DTYPES[self.config.train.master]
-
-    @property
-    def mode(self) -> str:
-        """How ranks share the work: none, replicate or shard."""
-        return self.config.parallel.data if self.world.world_size > 1 else "none"
 
 
 def inspect_job(config: Config, world: World, *, kernels: bool | None = None) -> Job:
