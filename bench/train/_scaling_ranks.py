@@ -138,6 +138,9 @@ class Packs:
     def steps_in_epoch(self, epoch: int, packs_per_step: int) -> int:
         return self.steps_of_epoch
 
+    def cursor(self, packs: int) -> None:
+        """None: the number of packs says it all."""
+
     def close(self) -> None:
         pass
 

@@ -40,7 +40,7 @@ def test_memory_speed_and_reasons_without_weights_or_a_gpu(capsys):
     for words in ("8.03 B parameters, 41.9 M trained", "weights", "14.96", "activations", "in all", "of 139.80", "tok/s", "memory.recompute = none",
                   "or       recompute", "slower", "measured on an H200"):  # fmt: skip
         assert words in text, words
-    assert "about 3 steps, 98,3" in text or "about 3 steps" in text  # 100,000 tokens by the size of the file
+    assert "about 4 steps" in text  # 100,000 tokens by the size of the file are 3.05 steps, and the last is made too
 
 
 @pytest.mark.usefixtures("config")
@@ -97,3 +97,17 @@ def test_a_machine_that_cannot_be_planned_for_is_refused(capsys, arguments, word
     code, text = plan(capsys, *arguments)
     assert code == 2
     assert words in text
+
+
+@pytest.mark.usefixtures("config")
+def test_fp8_is_refused_where_a_run_would_refuse_it(capsys):
+    code, text = plan(capsys, "--gpu", "RTX 3090", "--set", "model.base_weights=fp8")
+    assert code == 2
+    assert "compute capability 8.9" in text
+
+
+@pytest.mark.usefixtures("config")
+def test_files_that_are_not_here_are_told(capsys):
+    code, text = plan(capsys, "--gpu", "H200", "--set", "data.train.0.path=missing.jsonl")
+    assert code == 0
+    assert "its length is not known: the training files are not here" in text

@@ -259,3 +259,10 @@ def test_a_limit_is_of_tensors_and_the_context_is_beside_it():
 
 def config_with_limit(made: Config, limit: float) -> Config:
     return made.model_copy(update={"memory": made.memory.model_copy(update={"limit": limit})})
+
+
+def test_no_way_to_save_memory_is_taken_without_need():
+    """Where launching bounds the step, plans that take less memory are as fast: none is chosen for that alone."""
+    made = plan(problem(SMOLLM, seq_len=512, packs=1, memory_bytes=80 * GIB), tiled_mlp=None)
+    assert any(a.seconds <= made.chosen.seconds and a.total < made.chosen.total for a in made.alternatives)
+    assert (made.chosen.plan.recompute, made.chosen.plan.offload, made.chosen.plan.tiled_mlp) == ("none", "none", 1)

@@ -14,6 +14,7 @@ from rft import __version__, log
 from rft.cli.arguments import ConfigPath, Sets, leave_stdout_to_json
 from rft.config.load import load_config
 from rft.errors import ConfigError
+from rft.words import counted
 
 if TYPE_CHECKING:
     from rft.training.machine import Machine
@@ -183,7 +184,10 @@ def _show_speed(made: Answer) -> None:
     if made.steps is not None:
         exact = "" if config.train.max_steps is not None else "about "
         tokens = made.steps * made.tokens_per_step
-        log.say("run", f"{exact}{made.steps:,} steps, {count(tokens)} tokens, {duration(made.steps * chosen.seconds)}")
+        steps = counted(made.steps, "step")
+        log.say("run", f"{exact}{steps}, {count(tokens)} tokens, {duration(made.steps * chosen.seconds)}")
+    else:
+        log.say("run", "its length is not known: the training files are not here")
 
 
 _PLANNED = (

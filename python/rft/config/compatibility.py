@@ -257,7 +257,7 @@ RULES: tuple[Rule, ...] = (
         "layers that are left out of FP8, without FP8",
         ("model.keep_ends", "model.base_weights"),
         lambda c: c.model.keep_ends is not None and c.model.base_weights != "fp8",
-        "says which layers stay in bf16 where the others are held in FP8, and here all are in bf16",
+        "says which layers stay in bf16 where the others are held in FP8, and here none is",
         'leave out model.keep_ends, or set model.base_weights = "fp8"',
         {"model": {"keep_ends": 2}},
     ),

@@ -247,15 +247,21 @@ def divisors(number: int) -> list[int]:
 
 
 def plan(problem: Problem, given: Given, machinery: Machinery) -> Planned:
-    """The fastest that fits; among nearly as fast ones the smallest. Where nothing fits, the smallest, and `fits` is False."""
+    """The fastest that fits; among nearly as fast ones that with the fewest means, then the smallest. Where nothing fits, the smallest, and `fits` is
+    False."""
     every = tuple(choices(problem, given, machinery))
     fitting = [c for c in every if fits(problem, c)]
     if not fitting:
         return Planned(problem, machinery, min(every, key=lambda c: c.total), False, every)
     fastest = min(c.seconds for c in fitting)
     near = [c for c in fitting if c.seconds <= fastest * (1 + WORTH)]
-    chosen = min(near, key=lambda c: (c.total, c.seconds))
+    chosen = min(near, key=lambda c: (_means(c.plan), c.total, c.seconds))
     return Planned(problem, machinery, chosen, True, every)
+
+
+def _means(made: MemoryPlan) -> int:
+    """How many ways to save memory it takes: none is taken without need."""
+    return (made.recompute != "none") + (made.offload != "none") + (made.tiled_mlp > 1)
 
 
 def planned(problem: Problem, chosen: MemoryPlan, given: Given, machinery: Machinery) -> Planned:

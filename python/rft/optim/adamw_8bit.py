@@ -42,7 +42,8 @@ class BitsAndBytes:
 
     def __init__(self, betas: tuple[float, float], eps: float, *, paged: bool, device: torch.device):
         if why := why_not("bitsandbytes", device, paged=paged):
-            raise Refused('optim.name = "adamw_8bit"', why, do='set optim.name = "adamw"')
+            do = "leave out optim.paged" if paged and why.startswith("paged") else 'set optim.name = "adamw"'
+            raise Refused('optim.name = "adamw_8bit"', why, do=do)
         from bitsandbytes import functional
 
         self.betas, self.eps, self.paged = betas, eps, paged

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from rft.adapters.lora import inject, train_everything
 from rft.config.adapter import LoraConfig
 from rft.config.root import Config
 from rft.data.folder import default_root
-from rft.errors import ModelError, RftError
+from rft.errors import ModelError, Refused, RftError
 from rft.memory.planner import GIB, Planned
 from rft.models.attention import register
 from rft.models.describe import Facts, describe
@@ -115,6 +116,8 @@ class _Asking:
         if key not in self._facts:
             self._facts[key] = _facts(config, self._model_config)
         facts, probed = self._facts[key], self._probed
+        if config.model.base_weights == "fp8":
+            _refuse_fp8(machine)
         kernels = machine.kind == "cuda"
         size = 4 if config.train.precision == "fp32" else 2
         rows = auto_chunk_rows(
@@ -129,7 +132,9 @@ class _Asking:
         made = Answer(config, facts, machine, [*decisions, *more], planned, tokens, None)
         steps = config.train.max_steps
         if steps is None and tokens is not None:
-            steps = max(1, round(config.train.epochs * tokens / made.tokens_per_step))
+            steps = max(
+                1, math.ceil(config.train.epochs * tokens / made.tokens_per_step)
+            )  # an epoch's last step may be short
         return replace(made, steps=steps)
 
 
@@ -179,6 +184,20 @@ def _facts(config: Config, model_config: Any) -> Facts:
     else:
         train_everything(model, dtype=master)
     return describe(model)
+
+
+def _refuse_fp8(machine: Machine) -> None:
+    """As a run there would be."""
+    from rft.memory.devices import find_gpu
+
+    gpu = find_gpu(machine.device_name)
+    if machine.kind == "cpu" or (gpu is not None and gpu.capability < (8, 9)):
+        what = "a CPU" if gpu is None else f"{gpu.name} has {'.'.join(map(str, gpu.capability))}"
+        raise Refused(
+            'model.base_weights = "fp8"',
+            f"FP8 products need compute capability 8.9 (Ada, Hopper or newer): {what}",
+            do='set model.base_weights = "bf16" or "nf4"',
+        )
 
 
 def _attention(machine: Machine, probed: Probed) -> tuple[str, str]:

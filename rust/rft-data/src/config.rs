@@ -318,7 +318,13 @@ fn take_table(table: &mut Table, name: &str, place: &str) -> Result<Table> {
 fn decoded<T: DeserializeOwned>(table: Table, place: &str, name: &str) -> Result<T> {
     Value::Table(table).try_into().map_err(|e: toml::de::Error| {
         let told = e.message().replace("missing field", "there is no key").replace("unknown field", "unknown key");
-        wrong(&format!("{place}, {name}"), told)
+        let error = wrong(&format!("{place}, {name}"), told);
+        match name {
+            "[model]" => error
+                .wanted("the model whose tokenizer the data is for")
+                .remedy("give --model DIR, or a CONFIG that holds [model] path"),
+            _ => error,
+        }
     })
 }
 

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use tokenizers::Tokenizer;
 use xxhash_rust::xxh3::xxh3_64;
 
-use crate::sets;
+use crate::sets::{self, one_line};
 
 /// Every way to pack.
 pub const PACKINGS: [&str; 5] = ["stream", "bfd", "even", "sequential", "none"];
@@ -169,7 +169,7 @@ pub fn stats_lines(stats: &Value) -> Vec<String> {
             share(&source["trained_tokens"], &source["tokens"]),
             number(&source["read"]),
             source["format"].as_str().unwrap_or_default(),
-            source["path"].as_str().unwrap_or_default()
+            one_line(source["path"].as_str().unwrap_or_default())
         ));
     }
     for (role, rows) in stats["roles"].as_object().into_iter().flatten() {

@@ -39,12 +39,29 @@ pub fn find(root: &Path, name: &str) -> Result<PathBuf> {
         .collect();
     match found.as_slice() {
         [one] => Ok(one.clone()),
+        [] if !name.is_empty()
+            && entries(root)?.iter().any(|entry| is_set_folder(entry) && name_of(entry).starts_with(name)) =>
+        {
+            Err(Error::new(Kind::Argument, name, "this set is not finished")
+                .wanted("a prepared set")
+                .remedy("prepare it again with the same config: it goes on behind what is there"))
+        }
         [] => Err(Error::new(Kind::Argument, name, format!("no prepared set, here or in {}", root.display()))
             .wanted("the folder of a prepared set, or the beginning of its key")
             .remedy("`ls` shows the sets of a store; --store says where it is")),
         _ => Err(Error::new(Kind::Argument, name, format!("{} sets begin so in {}", found.len(), root.display()))
             .wanted("more digits of the key")),
     }
+}
+
+/// Whether a folder is called as sets are: by a key.
+fn is_set_folder(path: &Path) -> bool {
+    path.is_dir() && name_of(path).chars().all(|c| c.is_ascii_hexdigit())
+}
+
+/// A name in which nothing begins another line.
+pub fn one_line(name: &str) -> String {
+    name.replace('\n', "\\n").replace('\r', "\\r")
 }
 
 fn name_of(path: &Path) -> String {
@@ -150,7 +167,7 @@ impl Set {
             State::Older => "of another format version".into(),
             State::Damaged => "damaged".into(),
         };
-        let names: Vec<String> = self.sources.iter().map(|source| name_of(Path::new(source))).collect();
+        let names: Vec<String> = self.sources.iter().map(|source| one_line(&name_of(Path::new(source)))).collect();
         let sources = match names.as_slice() {
             [] => String::new(),
             [one] => format!("  {one}"),
