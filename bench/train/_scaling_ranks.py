@@ -9,7 +9,6 @@ import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 WARM_UP, STEPS = 3, 8
@@ -130,10 +129,11 @@ class Packs:
     def __init__(self, packs_per_step: int, steps: int = 1000):
         self.packs_per_step, self.steps_of_epoch = packs_per_step, steps
 
-    def plan(self, epoch: int) -> Any:
-        return SimpleNamespace(
-            hash=f"packs drawn by number, {self.packs_per_step} a step", num_packs=self.packs_per_step
-        )
+    def plan_hash(self, epoch: int) -> str:
+        return f"packs drawn by number, {self.packs_per_step} a step"
+
+    def share_done(self, epoch: int, steps: int, packs_per_step: int) -> float:
+        return steps / self.steps_of_epoch
 
     def steps_in_epoch(self, epoch: int, packs_per_step: int) -> int:
         return self.steps_of_epoch
@@ -180,7 +180,7 @@ def build_rft(task: Task, world: Any) -> tuple[Any, list[Any]]:
         rank=world.rank, world_size=world.world_size, local_rank=world.local_rank, data_group=world.group, source=job.source,
         tokenizer=job.tokenizer, receipts=job.receipts.to_json(),
     )  # type: ignore[arg-type]  # fmt: skip
-    run.state.plan_hash = run.loader.plan(0).hash
+    run.state.plan_hash = run.loader.plan_hash(0)
     vocabulary = job.facts.vocab_size
     own = [make_batch(task, i, vocabulary).to(world.device) for i in range(world.rank, packs, world.world_size)]
     return run, own
