@@ -189,7 +189,7 @@ class Stream:
 
     def __init__(
         self,
-        plan: Plan,
+        packs: Plan | Feed,
         *,
         rank: int,
         world_size: int,
@@ -201,21 +201,6 @@ class Stream:
         first_pack: int = 0,
         balance: bool = True,
     ) -> None: ...
-    @staticmethod
-    def over(
-        feed: Feed,
-        *,
-        rank: int,
-        world_size: int,
-        micro_batch: int,
-        packs_per_step: int,
-        start_step: int,
-        pad_id: int,
-        capacity: int,
-        first_pack: int = 0,
-        balance: bool = True,
-    ) -> Stream:
-        """The same over the packs of a feed, once a feed."""
     @property
     def num_steps(self) -> int | None:
         """Steps of the epoch; None over a feed."""

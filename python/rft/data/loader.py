@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _SLOTS = (
     8  # micro-batches filled ahead: one is a few 100 kB; the thread is woken for six at a time, so eight keep it ahead
 )
-_ROUND_TO = 64  # tokens; length of a row under packing "none", as the extension rounds it
+ROUND_TO = 64  # tokens; length of a row under packing "none", as the extension rounds it
 _PLANS_KEPT = 2
 _KEEP_FREE = 16 << 20  # bytes
 
@@ -131,10 +131,7 @@ class Loader:
         """
         from rft import _native
 
-        if packs_per_step % (self.micro_batch * self.world_size):
-            raise ValueError(
-                f"{packs_per_step} packs a step: no multiple of {self.micro_batch} x {self.world_size} ranks"
-            )
+        check_packs_per_step(packs_per_step, self.micro_batch, self.world_size)
         plan = self.plan(epoch)
         capacity = self._capacity(plan)
         stream = _native.Stream(
@@ -159,13 +156,19 @@ class Loader:
         if self.packing != "none":
             return self.micro_batch * self.seq_len
         longest = int(plan.pack_tokens().max())
-        return self.micro_batch * -(-longest // _ROUND_TO) * _ROUND_TO
+        return self.micro_batch * -(-longest // ROUND_TO) * ROUND_TO
 
     def close(self) -> None:
         """Stop the threads of iterators that were not read to their end."""
         for stream in list(self._streams):
             stream.close()
         self._streams.clear()
+
+
+def check_packs_per_step(packs_per_step: int, micro_batch: int, world_size: int) -> None:
+    """Raises ValueError where a step is no whole number of micro-batches on every rank."""
+    if packs_per_step % (micro_batch * world_size):
+        raise ValueError(f"{packs_per_step} packs a step: no multiple of {micro_batch} x {world_size} ranks")
 
 
 def read_steps(ring: Ring) -> Iterator[list[Batch]]:

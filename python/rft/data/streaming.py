@@ -34,7 +34,6 @@ FIRST_WAIT = 1.0
 _TOLD_AFTER = 5.0
 """Seconds after which it is said that training waits for data."""
 _TOLD_AGAIN = 60.0
-_ROUND_TO = 64
 FOLDER = "streams"
 """Of the windows, in the folder of prepared sets."""
 
@@ -138,16 +137,13 @@ class StreamLoader:
         import torch
 
         from rft import _native
-        from rft.data.loader import Ring
+        from rft.data.loader import ROUND_TO, Ring, check_packs_per_step
 
-        if packs_per_step % (self.micro_batch * self.world_size):
-            raise ValueError(
-                f"{packs_per_step} packs a step: no multiple of {self.micro_batch} x {self.world_size} ranks"
-            )
+        check_packs_per_step(packs_per_step, self.micro_batch, self.world_size)
         self._stop()
         where = json.dumps(cursor) if cursor else None
         windows = self._begin(epoch, where)
-        capacity = self.micro_batch * -(-self.seq_len // _ROUND_TO) * _ROUND_TO
+        capacity = self.micro_batch * -(-self.seq_len // ROUND_TO) * ROUND_TO
         if self.packing != "none":
             capacity = self.micro_batch * self.seq_len
         with told():
@@ -164,7 +160,7 @@ class StreamLoader:
                 reader=self.set.readers.number,
                 cursor=where,
             )
-            self._stream = _native.Stream.over(
+            self._stream = _native.Stream(
                 feed,
                 rank=self.rank,
                 world_size=self.world_size,

@@ -16,13 +16,20 @@ const SIGNALS_EVERY: Duration = Duration::from_millis(100);
 #[pyclass(frozen, module = "rft._native")]
 pub struct Stream(stream::Stream);
 
+/// What the packs come from: the plan of a prepared set, or a feed, once.
+#[derive(FromPyObject)]
+enum Packs<'py> {
+    Plan(PyRef<'py, Plan>),
+    Feed(PyRef<'py, Feed>),
+}
+
 #[pymethods]
 impl Stream {
     #[new]
-    #[pyo3(signature = (plan, *, rank, world_size, micro_batch, packs_per_step, start_step, pad_id, capacity, first_pack=0, balance=true))]
+    #[pyo3(signature = (packs, *, rank, world_size, micro_batch, packs_per_step, start_step, pad_id, capacity, first_pack=0, balance=true))]
     #[allow(clippy::too_many_arguments)]
     fn new(
-        plan: &Plan,
+        packs: Packs<'_>,
         rank: usize,
         world_size: usize,
         micro_batch: usize,
@@ -34,27 +41,15 @@ impl Stream {
         balance: bool,
     ) -> PyResult<Self> {
         let share = Share { rank, world_size, micro_batch, packs_per_step, first_pack, balance };
-        stream::Stream::new(plan.0.clone(), share, start_step, pad_id, capacity).map(Stream).map_err(to_py)
-    }
-
-    #[staticmethod]
-    #[pyo3(signature = (feed, *, rank, world_size, micro_batch, packs_per_step, start_step, pad_id, capacity, first_pack=0, balance=true))]
-    #[allow(clippy::too_many_arguments)]
-    fn over(
-        feed: &Feed,
-        rank: usize,
-        world_size: usize,
-        micro_batch: usize,
-        packs_per_step: usize,
-        start_step: usize,
-        pad_id: i64,
-        capacity: usize,
-        first_pack: usize,
-        balance: bool,
-    ) -> PyResult<Self> {
-        let share = Share { rank, world_size, micro_batch, packs_per_step, first_pack, balance };
-        let packs = feed.0.take_packs().map_err(to_py)?;
-        stream::Stream::over(packs, share, start_step, pad_id, capacity).map(Stream).map_err(to_py)
+        match packs {
+            Packs::Plan(plan) => stream::Stream::new(plan.0.clone(), share, start_step, pad_id, capacity),
+            Packs::Feed(feed) => {
+                let packs = feed.0.take_packs().map_err(to_py)?;
+                stream::Stream::over(packs, share, start_step, pad_id, capacity)
+            }
+        }
+        .map(Stream)
+        .map_err(to_py)
     }
 
     #[getter]
