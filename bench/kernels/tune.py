@@ -199,9 +199,6 @@ def lora_swiglu_tiles() -> None:
         "backward, product for output": lambda: lora_swiglu.lora_gated_activation_backward(
             grad, gate, up, d, g, u, want_product=True
         ),
-        "backward, all": lambda: lora_swiglu.lora_gated_activation_backward(
-            grad, gate, up, d, g, u, want_product=True, scales=(1.0, 1.0)
-        ),
     }
     for rows, columns, warps, stages, programs in (
         (32, 128, 4, 2, 8), (32, 128, 4, 3, 8), (64, 64, 4, 2, 8), (64, 64, 4, 3, 4), (16, 128, 4, 3, 8), (16, 128, 2, 2, 16),
