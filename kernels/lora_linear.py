@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from rft.kernels import fp8, int8, nf4
 from rft.kernels.dropout import add_dropped, draw_seeds, dropped
-from rft.kernels.lora import lowrank_gradients
+from rft.kernels.lora import Pair, lowrank_gradients
 from rft.kernels.lora_swiglu import (
     MAX_RANK,
     LowRank,
@@ -235,17 +235,21 @@ def _gradients_of_B(
     """(dS of all branches side by side, gradient of each B), each dy read once. A dy that is None is zero."""
     if S is None:
         return None, []
-    at = 0
-    parts: list[Tensor] = []
-    dBs: list[Tensor | None] = []
-    for dy, linear in zip(dys, linears, strict=True):
-        for branch in linear.branches:
-            s = S[:, at : at + branch.A.shape[0]]
-            at += branch.A.shape[0]
-            ds, dB = (torch.zeros_like(s), None) if dy is None else lowrank_gradients(dy, s, branch.B, branch.scale)
-            parts.append(ds)
-            dBs.append(dB)
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1), dBs
+    ranks = [b.A.shape[0] for b in _branches(linears)]
+    found = [(dy, branch) for dy, linear in zip(dys, linears, strict=True) for branch in linear.branches]
+    given = [
+        Pair(dy, s, branch.B, branch.scale)
+        for (dy, branch), s in zip(found, S.split(ranks, dim=1), strict=True)
+        if dy is not None
+    ]
+    if len(given) == len(found):
+        return lowrank_gradients(given)  # type: ignore[return-value]  # a list of tensors is one of optional ones
+    some, dBs = lowrank_gradients(given) if given else (S[:, :0], [])
+    parts, made = iter(some.split([p.s.shape[1] for p in given], dim=1)), iter(dBs)
+    columns = [
+        S.new_zeros(S.shape[0], r) if dy is None else next(parts) for (dy, _), r in zip(found, ranks, strict=True)
+    ]
+    return torch.cat(columns, dim=1), [None if dy is None else next(made) for dy, _ in found]
 
 
 def _gradients_of_A(
