@@ -209,9 +209,9 @@ def lowrank_gradients(pairs: Sequence[Pair]) -> tuple[Tensor, list[Tensor]]:
     r = pairs[0].s.shape[1]
     if r > MAX_RANK:
         return _two_products(pairs)
-    dys, s, Bs = ([launch.with_unit_columns(t) for t in tensors] for tensors in list(zip(*pairs, strict=True))[:3])
-    ds, dB = _lowrank_gradients(dys, s, Bs, [p.scale for p in pairs])
-    return ds, [dB_.view(-1, r) for dB_ in dB.split([p.dy.shape[1] * r for p in pairs])]
+    dys, lefts, Bs = ([launch.with_unit_columns(t) for t in tensors] for tensors in list(zip(*pairs, strict=True))[:3])
+    ds, flat = _lowrank_gradients(dys, lefts, Bs, [p.scale for p in pairs])
+    return ds, [dB.view(-1, r) for dB in flat.split([p.dy.shape[1] * r for p in pairs])]
 
 
 def _two_products(pairs: Sequence[Pair]) -> tuple[Tensor, list[Tensor]]:

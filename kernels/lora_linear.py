@@ -156,18 +156,21 @@ class _Input:
         self.rows = rows
         self._fp8 = quantised
 
-    def times(self, weight: Tensor | Packed, bias: Tensor | None, branch: LowRank | None = None) -> Tensor:
-        """rows @ weight.T + bias + branch"""
+    def times(self, weight: Tensor | Packed, bias: Tensor | None, added: tuple[LowRank, float] | None = None) -> Tensor:
+        """rows @ weight.T + bias + a branch times a factor"""
         kind = self.rows.dtype
         if isinstance(weight, fp8.Weight):
             if self._fp8 is None:
                 self._fp8 = fp8.quantise_rows(self.rows)
             y = fp8.product(*self._fp8, weight, bias, kind)
-            return y if branch is None else y.addmm_(branch.left, branch.right.t())
+            return y if added is None else y.addmm_(added[0].left, added[0].right.t(), alpha=added[1])
         weight = _readable(weight, kind)
-        if branch is not None:
-            left, right = branch.left, branch.right.t()
-            y = left @ right if bias is None else torch.addmm(bias.to(kind), left, right)
+        if added is not None:
+            (left, right), factor = added
+            if bias is None:  # beta = 0: what lies in y is not read
+                y = left.new_empty(left.shape[0], right.shape[0]).addmm_(left, right.t(), beta=0, alpha=factor)
+            else:
+                y = torch.addmm(bias.to(kind), left, right.t(), alpha=factor)
             return y.addmm_(self.rows, weight.t())
         return self.rows @ weight.t() if bias is None else torch.addmm(bias.to(kind), self.rows, weight.t())
 
@@ -193,9 +196,10 @@ def _inner(
     return torch.cat(each, dim=1), None
 
 
-def _low_rank(linears: Sequence[FrozenLinear], S: Tensor | None) -> list[LowRank | None]:
-    """What each linear adds to its output: all its branches as one. S: `_inner` of all."""
-    found: list[LowRank | None] = []
+def _low_rank(linears: Sequence[FrozenLinear], S: Tensor | None, *, scaled: bool) -> list[tuple[LowRank, float] | None]:
+    """What each linear adds to its output: all its branches as one, and a factor. S: `_inner` of all. scaled: the factor is to be 1, at the
+    price of a copy of B, which several branches cost in any case."""
+    found: list[tuple[LowRank, float] | None] = []
     at = 0
     for linear in linears:
         ranks = [b.A.shape[0] for b in linear.branches]
@@ -203,11 +207,16 @@ def _low_rank(linears: Sequence[FrozenLinear], S: Tensor | None) -> list[LowRank
             found.append(None)
             continue
         assert S is not None
+        left = S[:, at : at + sum(ranks)]
+        at += sum(ranks)
+        if len(ranks) == 1 and not scaled:
+            (branch,) = linear.branches
+            found.append((LowRank(left, branch.B.detach().to(S.dtype)), branch.scale))
+            continue
         right = torch.empty(linear.weight.shape[0], sum(ranks), dtype=S.dtype, device=S.device)
         for branch, part in zip(linear.branches, right.split(ranks, dim=1), strict=True):
             torch.mul(branch.B.detach(), branch.scale, out=part)  # scaled in its own type, rounded once
-        found.append(LowRank(S[:, at : at + sum(ranks)], right))
-        at += sum(ranks)
+        found.append((LowRank(left, right), 1.0))
     return found
 
 
@@ -219,11 +228,11 @@ def _forward(
     *,
     add: bool = True,
 ) -> tuple[list[Tensor], list[LowRank | None], Tensor | None, Tensor | None]:
-    """Outputs (T, N), without their branches unless `add`; the branches; S and A of `_inner` of all."""
+    """Outputs (T, N), without their branches unless `add`; the branches, for whoever adds them then; S and A of `_inner` of all."""
     S, A = _inner(rows, _branches(linears), seeds)
-    shared, branches = _Input(rows, quantised), _low_rank(linears, S)
+    shared, branches = _Input(rows, quantised), _low_rank(linears, S, scaled=not add)
     outs = [shared.times(ln.weight, ln.bias, b if add else None) for ln, b in zip(linears, branches, strict=True)]
-    return outs, branches, S, A
+    return outs, [None if b is None else b[0] for b in branches], S, A
 
 
 # ---- backward

@@ -138,7 +138,7 @@ def _lora_backward_kernel(
         if WANT_OUTPUT:
             tl.store(out_ptr + offsets, y, mask=mask)
         if WANT_PRODUCT:  # rows and columns outside are 0 in y: their gate and up were
-            product = tl.dot(tl.trans(dl.to(y.dtype)), y, product, input_precision=PRECISION)
+            product = tl.dot(tl.trans(dl.to(y.dtype)), y, product, input_precision=PRECISION)  # type: ignore[union-attr]
     if WANT_PRODUCT:
         rank = tl.arange(0, R_D)
         product_ptr += tl.program_id(1).to(tl.int64) * d_rank * N
