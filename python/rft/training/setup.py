@@ -16,6 +16,7 @@ import torch
 
 from rft import log
 from rft.adapters.lora import initialise, inject, train_everything
+from rft.checkpoint.base_cache import BaseCache
 from rft.checkpoint.load import Checkpoint
 from rft.config.adapter import LoraConfig
 from rft.config.root import Config
@@ -280,9 +281,11 @@ def build_trainee(job: Job, run_dir: Path | None = None) -> Trainee:
         how = {"shard": "FSDP2, a group a layer", "replicate": "gradients summed in fp32 during the backward"}[job.mode]
         job.receipts.apply(f"parallel {job.mode}", 1, 1, f"{world.world_size} ranks, {how}")
     packed = pack_base(job, layers) if config.model.base_weights in ("nf4", "int8") else None
-    materialise(model, job.source, world.device, root=trainee, local_part=local_part)
+    cache = BaseCache.of(job.source, packed, world.device, config.model.cache_gb) if packed is not None else None
+    codes = cache.codes if cache is not None else None
+    materialise(model, job.source, world.device, root=trainee, local_part=local_part, codes=codes)
     if packed is not None:
-        tell_packed(job, packed)
+        tell_packed(job, packed, cache)
     settle_dynamic(model, config.model.rope.target_length)
     if isinstance(config.adapter, LoraConfig):
         initialise(model, config.adapter, seed=config.train.seed, local_part=local_part)
@@ -304,11 +307,16 @@ def pack_base(job: Job, layers: list[torch.nn.Module]) -> Packed:
     return placed
 
 
-def tell_packed(job: Job, packed: Packed) -> None:
-    """Receipt of a quantised base: how much, how well, and what stayed in 16 bits."""
+def tell_packed(job: Job, packed: Packed, cache: BaseCache | None) -> None:
+    """Receipt of a quantised base: how much, how well, whence its codes came, and what stayed in 16 bits."""
     size = packed.bytes() / packed.numbers * 8
     how = f"{packed.bytes() / 2**30:.2f} GiB, {size:.2f} bits a number; dequantised into one shared buffer"
-    checked = {"largest relative error of a weight": job.model.rft_packing_error}
+    error = job.model.rft_packing_error
+    if cache is not None:
+        came = cache.finish(error, keep=job.world.local_rank == 0)
+        log.say(f"{packed.kind} base", came)
+        how, error = f"{how}; {came}", cache.error
+    checked = {"largest relative error of a weight": error}
     job.receipts.apply(f"{packed.kind} base", len(packed.linears), packed.of, how, checked)
     for why, count in packed.left.items():
         job.receipts.decline(f"{packed.kind} base", count, why)
