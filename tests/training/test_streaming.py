@@ -244,6 +244,14 @@ def test_an_open_stream_goes_on_from_its_state_on_another_number_of_ranks(tmp_pa
         next(opened(seq_len=128).resume(state))
     for rank in ranks:
         rank.close()
+    for odd in ({}, None, {**state, "packs": -1}, {**state, "epoch": 0.5}, {**state, "cursor": "window 3"}):
+        with pytest.raises(ValueError, match=r"state|packs|epoch|cursor"):
+            next(stream.resume(odd))
+    with pytest.raises(ValueError, match="batches = -1"):
+        stream.state(0, -1)
+    for option in ({"pad_id": 10**6}, {"rank": 2}, {"micro_batch": 0}):
+        with pytest.raises(ValueError, match=next(iter(option))):
+            opened(**option)
 
 
 def free_port() -> str:

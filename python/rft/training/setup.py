@@ -19,6 +19,7 @@ from rft.adapters.lora import initialise, inject, train_everything
 from rft.checkpoint.base_cache import BaseCache
 from rft.checkpoint.load import Checkpoint
 from rft.config.adapter import LoraConfig
+from rft.config.compatibility import uses_disk
 from rft.config.root import Config
 from rft.data.loader import Loader
 from rft.data.prepare import prepare
@@ -205,6 +206,8 @@ def build_run(job: Job, run_dir: Path, checkpoint: Checkpoint | None) -> Run:
     if total_steps == 0:
         raise ConfigError("train.epochs", f"{job.config.train.epochs:g} is no step at all", wanted="at least one step")
     refuse_many_updates(job, packs_per_step)
+    if uses_disk(job.config):
+        offload_folder(job.config, run_dir)  # raises before any weight is read
     trainee = build_trainee(job, run_dir)
     optimizer = build_optimizer(job, trainee, run_dir, packs_per_step=packs_per_step)
     config = job.config
