@@ -213,8 +213,9 @@ def _torch(torch: Any) -> Iterator[Finding]:
 
 
 def _attention(torch: Any) -> Iterator[Finding]:
-    from rft.models.attention import Needs, why_not_backend
+    from rft.models.attention import why_not_backend
     from rft.models.attention_fast import why_not
+    from rft.models.documents import Needs
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     purpose = {

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from rft.config.model import ModelConfig
 from rft.errors import ModelError
 from rft.models.names import is_adapter_parameter, plain_name
-from rft.models.source import ModelSource, Slices, TensorReader, checkpoint_dtype, find_model, in_a_line, whole
+from rft.models.source import ModelSource, checkpoint_dtype, find_model, in_a_line, whole
+from rft.models.tensor_reader import Slices, TensorReader
 from rft.quant.packed import PackedLinear
 
 __all__ = ["LocalPart", "build_meta", "checkpoint_dtype", "find_model", "materialise", "whole"]
