@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-
 def evaluate_target(
     target: Target,
     files: list[str],
