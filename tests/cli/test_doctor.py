@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 
+import pytest
 import torch
 
 from rft import __version__, cli
@@ -76,3 +77,12 @@ def test_without_the_data_engine_the_status_is_1_and_the_way_to_build_it_is_told
     assert status == 1
     row = next(row for row in table["findings"] if row["topic"] == "data engine")
     assert "make dev" in row["text"]
+
+
+def test_calibrating_without_a_gpu_says_where_to_run_it(capsys):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert cli.run(["doctor", "--calibrate"]) == 2
+    told = capsys.readouterr().err
+    assert "this machine has no GPU" in told
+    assert "rft plan --gpu" in told
