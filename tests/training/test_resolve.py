@@ -225,3 +225,15 @@ def test_the_largest_numbers_that_mean_something_are_taken():
     memory = {"recompute": 2, "tiled_mlp": 8192, "limit": 139.0}
     made, _ = decide(config(memory=memory, data={"seq_len": 2048}, train={"micro_batch": 4}))
     assert (made.memory.recompute, made.memory.tiled_mlp, made.memory.limit) == (2, 8192, 139.0)
+
+
+@pytest.mark.parametrize(
+    ("layers", "keep", "words"), [(2, None, "base_weights"), (8, 4, "keep_ends = 4"), (8, 1000, "keep_ends = 1000")]
+)
+def test_fp8_of_no_layer_at_all_is_refused(layers, keep, words):
+    model = {"path": "m", "base_weights": "fp8"} | ({} if keep is None else {"keep_ends": keep})
+    facts = dataclasses.replace(SMALL, num_layers=layers)
+    with pytest.raises(ConfigError, match=words) as raised:
+        decide(config(model=model), facts=facts)
+    assert "none is left for FP8" in str(raised.value)
+    assert decide(config(model=model | {"keep_ends": 0}), facts=facts)[0].model.keep_ends == 0

@@ -243,7 +243,7 @@ def _check_micro_batch(deciding: _Deciding, config: Config, facts: Facts, machin
 
 
 def _check_memory(deciding: _Deciding, config: Config, facts: Facts, machine: Machine) -> None:
-    """Refuse numbers of [memory] that this model or device cannot mean."""
+    """Refuse numbers of [memory], and of layers left out of FP8, that this model or device cannot mean."""
     memory, L = config.memory, facts.num_layers
     if isinstance(memory.recompute, int) and memory.recompute > L:
         raise ConfigError(
@@ -251,6 +251,13 @@ def _check_memory(deciding: _Deciding, config: Config, facts: Facts, machine: Ma
             f"every {memory.recompute}th of {counted(L, 'decoder layer')} is none but the first",
             wanted=f"at most {L}",
             do='set memory.recompute = "full", "selective" or "none", or a number of layers of which one is computed again',
+        )
+    keep = 1 if config.model.keep_ends is None else config.model.keep_ends
+    if config.model.base_weights == "fp8" and 2 * keep >= L:
+        raise ConfigError(
+            'model.base_weights = "fp8"' if config.model.keep_ends is None else f"model.keep_ends = {keep}",
+            f"{counted(keep, 'layer')} at each end stay in bf16, and the model has {counted(L, 'layer')}: none is left for FP8",
+            do='set model.base_weights = "bf16"' + (", or model.keep_ends = 0" if keep else ""),
         )
     seq_len = deciding.changes.get("data", {}).get("seq_len", config.data.seq_len)
     packs = deciding.changes.get("train", {}).get("micro_batch", config.train.micro_batch)

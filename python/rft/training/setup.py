@@ -339,6 +339,11 @@ def quantise_to_fp8(job: Job, layers: list[torch.nn.Module]) -> None:
     keep = job.config.model.keep_ends
     keep = KEPT_AT_EACH_END if keep is None else keep
     done = quantise_base(layers, keep_ends=keep, readers=readers_of_one_input)
+    if not done.count:
+        why = ", ".join(done.left) or "its decoder layers have no frozen linear"
+        raise Refused(
+            'model.base_weights = "fp8"', f"no linear can be held so: {why}", do='set model.base_weights = "bf16"'
+        )
     how = "e4m3 by row, both layouts; LoRA on unquantised inputs"
     job.receipts.apply("fp8 base", done.count, done.of, how, {"largest relative error of a weight": done.error})
     for why, count in done.left.items():
