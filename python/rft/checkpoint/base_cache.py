@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 import time
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -140,7 +141,9 @@ class BaseCache:
         size = sum(source.bytes for source in sources)
         if size > self.limit:
             return f"{made}; not kept: {size / 1e9:.2f} GB of codes, and model.cache_gb is {self.limit / 1e9:g}"
-        temporary = self.path.with_name(f".{self.path.stem}.{os.getpid()}.tmp")
+        temporary = self.path.with_name(
+            f".{self.path.stem}.{uuid.uuid4().hex[:12]}.tmp"
+        )  # another machine may share the folder
         began = time.monotonic()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
