@@ -145,3 +145,6 @@ def test_the_hosts_seconds_are_called_a_guess_until_they_are_measured(config, ca
     text = plan(capsys, *arguments)[1]
     assert "bound by the host's launches" in text
     assert "a guess" not in text
+    assert "GB/s each way" not in text
+    text = plan(capsys, *arguments, "--set", "memory.recompute=full", "--set", "memory.offload=disk")[1]
+    assert "a disk of 1.1 GB/s each way" in text

@@ -208,6 +208,9 @@ def _show_speed(made: Answer) -> None:
     )
     log.line(f"  {'in all':22}{1e3 * chosen.seconds:>8,.1f}{bound}")
     log.line()
+    if "disk" in (chosen.plan.offload, chosen.plan.offload_states):
+        disk = made.planned.machinery.disk / 1e9
+        log.say("assumed", f"a disk of {disk:.1f} GB/s each way; a run measures its own and writes it into its receipt")
     flops = made.step_flops()
     log.say(
         "step",
