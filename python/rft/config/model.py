@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field
 
 from rft.config.table import Table
 
@@ -12,7 +12,7 @@ from rft.config.table import Table
 class RopeConfig(Table):
     """Rotary positions beyond what the model was trained for. Left out: `data.seq_len` may not be longer than that."""
 
-    target_length: PositiveInt | None = None
+    target_length: int | None = Field(None, ge=1, le=2**24)
     """Positions that the trained model shall reach. Default, where a method is given: data.seq_len."""
     method: Literal["auto", "linear", "dynamic", "yarn", "llama3", "longrope", "none"] = "auto"
     """How frequencies are scaled. `auto`: the kind that the model was trained with, else `yarn`. `none`: not at all, with a warning. Written into the result's config."""
