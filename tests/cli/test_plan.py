@@ -148,3 +148,26 @@ def test_the_hosts_seconds_are_called_a_guess_until_they_are_measured(config, ca
     assert "GB/s each way" not in text
     text = plan(capsys, *arguments, "--set", "memory.recompute=full", "--set", "memory.offload=disk")[1]
     assert "a disk of 1.1 GB/s each way" in text
+
+
+def test_the_probe_makes_real_steps_shows_them_beside_the_plan_and_leaves_nothing_behind(tmp_path, capsys, monkeypatch):
+    from support.command import write_project
+    from support.data import some_chats
+
+    write_project(tmp_path, some_chats(12), train="max_steps = 9")
+    monkeypatch.chdir(tmp_path)
+    way = ("--set", "memory.recompute=full", "--set", "memory.offload=disk")
+    before = set(tmp_path.rglob("*"))
+    code, text = plan(capsys, "--probe", *way)
+    assert code == 0, text
+    assert "measured over 3 steps" in text
+    made = {path.relative_to(tmp_path).parts[0] for path in set(tmp_path.rglob("*")) - before}
+    assert made <= {"sets"}, "the prepared data is kept, and no run"
+    assert cli.run(["plan", "chat.toml", "--probe", "--json", "--set", "train.max_steps=2", *way]) == 0
+    probe = json.loads(capsys.readouterr().out)["probe"]
+    assert probe["steps"] == 2
+    assert probe["tokens_per_second"] > 0
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    code, text = plan(capsys, "--probe")
+    assert code == 2
+    assert "train.jsonl:1" in text
