@@ -49,6 +49,11 @@ def test_the_disk_where_sets_are_kept_is_named_with_its_speed(capsys, tmp_path, 
     sets = next(row for row in table["findings"] if (row["topic"], row["name"]) == ("disk", "sets"))
     assert str(tmp_path) in sets["text"]
     assert "MB/s" in sets["text"]
+    (tmp_path / "rft" / "bases").mkdir(parents=True)
+    (tmp_path / "rft" / "bases" / "key.safetensors").write_bytes(b"x" * 20_000_000)
+    _, table = findings(capsys)
+    bases = next(row for row in table["findings"] if (row["topic"], row["name"]) == ("disk", "bases"))
+    assert "1 quantised base, 0.02 GB" in bases["text"]
 
 
 def test_a_disk_that_cannot_be_written_is_told_and_is_no_crash(capsys, monkeypatch):
