@@ -187,7 +187,7 @@ def test_a_folder_that_cannot_be_written_costs_a_line_and_not_the_run(model_dir,
     assert codes
 
 
-def test_a_run_from_the_cache_makes_the_same_steps_and_its_receipt_says_so(model_dir, tmp_path):
+def test_a_run_from_the_cache_makes_the_same_steps_and_its_receipt_says_so(model_dir, tmp_path, capsys):
     packs = random_packs(2, seq_len=24)
     losses, how = [], []
     for number in range(2):
@@ -199,6 +199,9 @@ def test_a_run_from_the_cache_makes_the_same_steps_and_its_receipt_says_so(model
     assert "kept for the next run" in how[0][0]
     assert "codes from the cache" in how[1][0]
     assert how[0][1] == how[1][1]
+    told = capsys.readouterr().out
+    assert "base     nf4, quantised while reading" in told
+    assert "base     nf4, codes from the cache" in told
 
 
 def test_small_bases_and_checkpoints_that_hold_codes_are_not_kept(model_dir, monkeypatch):

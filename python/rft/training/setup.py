@@ -317,7 +317,7 @@ def tell_packed(job: Job, packed: Packed, cache: BaseCache | None) -> None:
     error = job.model.rft_packing_error
     if cache is not None:
         came = cache.finish(error, keep=job.world.local_rank == 0)
-        log.say(f"{packed.kind} base", came)
+        log.say("base", f"{packed.kind}, {came}")
         how, error = f"{how}; {came}", cache.error
     checked = {"largest relative error of a weight": error}
     job.receipts.apply(f"{packed.kind} base", len(packed.linears), packed.of, how, checked)
