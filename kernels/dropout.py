@@ -47,7 +47,7 @@ def _launch(x: Tensor, total: Tensor, seeds: Tensor, index: int, p: float, *, ad
     M, N = x.shape
     if M and N:
         with launch.on_device_of(x):
-            _kernel[(M * triton.cdiv(N, 4 * BLOCK),)](
+            _kernel[(M * launch.cdiv(N, 4 * BLOCK),)](
                 x, x.stride(0), total, total.stride(0), seeds, index, p, 1 / (1 - p), N, ADD=add, BLOCK=BLOCK, num_warps=NUM_WARPS
             )  # fmt: skip
 

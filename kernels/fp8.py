@@ -102,7 +102,7 @@ def _quantise_kernel(x_ptr, x_stride, q_ptr, scale_ptr, N, ONE_BLOCK: tl.constex
     tl.store(scale_ptr + row, scale)
 
 
-@torch.library.custom_op("rft::fp8_quantise_rows", mutates_args=())
+@launch.op("rft::fp8_quantise_rows")
 def _quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     M, N = x.shape
     q, scale = empty_rows(M, N, x.device)
@@ -174,7 +174,7 @@ def _quantise_joined_kernel(
     _put(z_ptr, N_z, q_ptr + N_x + N_y, scale, BLOCK)
 
 
-@torch.library.custom_op("rft::fp8_quantise_joined", mutates_args=())
+@launch.op("rft::fp8_quantise_joined")
 def _quantise_joined(x: Tensor, y: Tensor, z: Tensor | None) -> tuple[Tensor, Tensor]:
     parts = [x, y, x[:, :0] if z is None else z]
     rows = empty_rows(x.shape[0], sum(p.shape[1] for p in parts), x.device)

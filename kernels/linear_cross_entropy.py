@@ -15,7 +15,6 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from rft.kernels import cross_entropy as rows
@@ -83,7 +82,7 @@ def _in_one_pass(
     scale, softcap, ignore_index, _, z_loss = options
     M, (V, H) = labels.shape[0], weight.shape
     loss, lse = (hidden.new_empty(M, dtype=torch.float32) for _ in range(2))
-    block_buffer = hidden.new_empty(chunks.rows, triton.cdiv(chunks.columns, 64) * 64)  # rows at multiples of 128 bytes
+    block_buffer = hidden.new_empty(chunks.rows, launch.cdiv(chunks.columns, 64) * 64)  # rows at multiples of 128 bytes
     totals = None if d_hidden is None else hidden.new_empty(chunks.rows, H, dtype=torch.float32)
     state = RowState(hidden, chunks.rows)
     for start in range(0, M, chunks.rows):
@@ -122,7 +121,7 @@ def _in_two_passes(
     M, V = labels.shape[0], weight.shape[0]
     loss, lse = (hidden.new_empty(M, dtype=torch.float32) for _ in range(2))
     # Rows at multiples of 128 bytes: an odd vocabulary would make every product misaligned and slow.
-    logits_buffer = hidden.new_empty(chunk_rows, triton.cdiv(V, 64) * 64)
+    logits_buffer = hidden.new_empty(chunk_rows, launch.cdiv(V, 64) * 64)
     several = chunk_rows < M
     weight_total = torch.empty_like(d_weight, dtype=torch.float32) if several and d_weight is not None else d_weight
     bias_total = None if d_bias is None else torch.zeros_like(d_bias, dtype=torch.float32)

@@ -86,7 +86,7 @@ def scale_(x: Tensor, upstream: Tensor, expected: Tensor | None) -> None:
     """x *= upstream / expected, in one rounding and only if that is not 1. x: contiguous; the others: (), fp32."""
     if x.numel():
         with launch.on_device_of(x):
-            _scale_kernel[(triton.cdiv(x.numel(), 8192),)](
+            _scale_kernel[(launch.cdiv(x.numel(), 8192),)](
                 x, upstream, expected, x.numel(), HAS_EXPECTED=expected is not None, BLOCK=8192, num_warps=8
             )
 
@@ -103,7 +103,7 @@ def spread_rows(x: Tensor, slots: Tensor, upstream: Tensor, expected: Tensor | N
     block = launch.power_of_two(x.shape[1], most=4096)
     if out.numel():
         with launch.on_device_of(x):
-            _spread_kernel[(out.shape[0], triton.cdiv(x.shape[1], block))](
+            _spread_kernel[(out.shape[0], launch.cdiv(x.shape[1], block))](
                 x, slots, upstream, expected, out, x.shape[1], HAS_EXPECTED=expected is not None, BLOCK=block
             )
     return out
@@ -120,7 +120,7 @@ def take_rows(x: Tensor, index: Tensor | None, start: int, stop: int) -> Tensor:
     out = x.new_empty(stop - start, x.shape[1])
     block = launch.power_of_two(x.shape[1], most=4096)
     with launch.on_device_of(x):
-        grid = (stop - start, triton.cdiv(x.shape[1], block))
+        grid = (stop - start, launch.cdiv(x.shape[1], block))
         _gather_kernel[grid](x, x.stride(0), index[start:stop], out, x.shape[1], BLOCK=block)
     return out
 
@@ -137,7 +137,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
 
 def labelled_rows(M: int, num_labels: int | None) -> int:
     """How many of M rows to keep when `num_labels` of them have labels."""
-    return M if num_labels is None else min(M, triton.cdiv(num_labels, ROW_BUCKET) * ROW_BUCKET)
+    return M if num_labels is None else min(M, launch.cdiv(num_labels, ROW_BUCKET) * ROW_BUCKET)
 
 
 def compact_labels(labels: Tensor, ignore_index: int, size: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,6 +10,7 @@ it has no gradient itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -130,20 +131,21 @@ def _add_parts_kernel(
         tl.store(db_ptr + places, total_of_B * scales, mask=places < db_size)
 
 
+@lru_cache
 def _rows_per_program(T: int, column_blocks: int, multiprocessors: int) -> int:
     """Of a range of tokens: those that end soonest, where a multiprocessor takes one program after another and a start costs a tile."""
-    tiles = triton.cdiv(T, BLOCK_T)
+    tiles = launch.cdiv(T, BLOCK_T)
 
     def ends(each: int) -> int:
-        return triton.cdiv(column_blocks * triton.cdiv(tiles, each), multiprocessors) * (each + 1)
+        return launch.cdiv(column_blocks * launch.cdiv(tiles, each), multiprocessors) * (each + 1)
 
     most = max(1, MOST_WAVES * multiprocessors // column_blocks)
     return BLOCK_T * min(
-        {triton.cdiv(tiles, ranges) for ranges in range(1, most + 1)}, key=lambda each: (ends(each), -each)
+        {launch.cdiv(tiles, ranges) for ranges in range(1, most + 1)}, key=lambda each: (ends(each), -each)
     )
 
 
-@torch.library.custom_op("rft::lowrank_gradients", mutates_args=())
+@launch.op("rft::lowrank_gradients")
 def _lowrank_gradients(
     dys: Sequence[Tensor], s: Sequence[Tensor], Bs: Sequence[Tensor], scales: Sequence[float]
 ) -> tuple[Tensor, Tensor]:
@@ -156,9 +158,9 @@ def _lowrank_gradients(
     R = max(16, launch.power_of_two(r, most=MAX_RANK))
     # dB's sums stay in registers, the tiles in flight in 227 KiB of shared memory.
     block_n = max(16, launch.power_of_two(max(widths), most=BLOCK_N * 2 // dy.element_size() * 32 // max(R, 32)))
-    blocks = [triton.cdiv(n, block_n) for n in widths]
+    blocks = [launch.cdiv(n, block_n) for n in widths]
     rows = _rows_per_program(T, sum(blocks), launch.num_multiprocessors(dy.device))
-    token_ranges = triton.cdiv(T, rows)
+    token_ranges = launch.cdiv(T, rows)
     ds_parts = dy.new_empty(sum(blocks), T, r, dtype=torch.float32)
     db_parts = dy.new_empty(token_ranges, dB.numel(), dtype=torch.float32)
     none = (dy, 0, dy, 0, dy, 0, 0, 0)
@@ -173,7 +175,7 @@ def _lowrank_gradients(
             BRANCHES=len(given), PRECISION="ieee" if dy.dtype == torch.float32 else "tf32", R=R, BLOCK_T=BLOCK_T, BLOCK_N=block_n,
             STAGES=NUM_STAGES, num_warps=NUM_WARPS,
         )  # fmt: skip
-        _add_parts_kernel[(len(given) * triton.cdiv(T * r, 1024) + triton.cdiv(dB.numel(), 1024),)](
+        _add_parts_kernel[(len(given) * launch.cdiv(T * r, 1024) + launch.cdiv(dB.numel(), 1024),)](
             ds_parts, ds, T * r, db_parts, dB, token_ranges, dB.numel(), r, *blocks, *[0] * absent, *scales, *[0.0] * absent,
             *(n * r for n in (*widths, 0)[:2]), BRANCHES=len(given), BLOCK=1024,
         )  # fmt: skip

@@ -164,10 +164,10 @@ def _precision(x: Tensor) -> str:
 def _ranges(gate: Tensor, block_t: int) -> tuple[tuple[int, int], int]:
     """(the grid: column blocks, ranges of rows; rows of a range)."""
     T, N = gate.shape
-    columns = triton.cdiv(N, BLOCK_N)
-    ranges = triton.cdiv(PROGRAMS_PER_MULTIPROCESSOR * launch.num_multiprocessors(gate.device), columns)
-    rows = triton.cdiv(triton.cdiv(T, ranges), block_t) * block_t
-    return (columns, triton.cdiv(T, rows)), rows
+    columns = launch.cdiv(N, BLOCK_N)
+    ranges = launch.cdiv(PROGRAMS_PER_MULTIPROCESSOR * launch.num_multiprocessors(gate.device), columns)
+    rows = launch.cdiv(launch.cdiv(T, ranges), block_t) * block_t
+    return (columns, launch.cdiv(T, rows)), rows
 
 
 def _stages(gate: Tensor, block_t: int, lefts: tuple[Tensor | None, ...], inputs: int, wanted: int) -> int:
@@ -176,7 +176,7 @@ def _stages(gate: Tensor, block_t: int, lefts: tuple[Tensor | None, ...], inputs
     return max(1, min(wanted, SHARED_BYTES // tile))
 
 
-@torch.library.custom_op("rft::lora_gated_activation", mutates_args=())
+@launch.op("rft::lora_gated_activation")
 def _lora_gated_activation(
     gate: Tensor, up: Tensor, gl: Tensor | None, gr: Tensor | None, ul: Tensor | None, ur: Tensor | None, activation: str
 ) -> Tensor:  # fmt: skip
@@ -197,7 +197,7 @@ def _(gate, up, gl, gr, ul, ur, activation):
     return torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
 
 
-@torch.library.custom_op("rft::lora_gated_activation_backward", mutates_args=())
+@launch.op("rft::lora_gated_activation_backward")
 def _lora_gated_activation_backward(
     grad: Tensor, gate: Tensor, up: Tensor, dl: Tensor | None, dr: Tensor | None, gl: Tensor | None, gr: Tensor | None,
     ul: Tensor | None, ur: Tensor | None, activation: str, want_output: bool, want_product: bool,

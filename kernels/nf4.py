@@ -170,7 +170,7 @@ def _dequantise(codes: Tensor, scales: Tensor, nested: Tensor, offset: Tensor, o
     count = codes.numel()
     if count:
         with launch.on_device_of(codes):
-            _dequantise_kernel[(triton.cdiv(count, _BYTES),)](
+            _dequantise_kernel[(launch.cdiv(count, _BYTES),)](
                 codes, scales, nested, offset, levels(codes.device), scale_levels(codes.device), out, count, BYTES=_BYTES, num_warps=4,
                 enable_fp_fusion=False,  # level times scale, rounded, then added to the offset: as bitsandbytes and the reference have it
             )  # fmt: skip

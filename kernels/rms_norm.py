@@ -125,7 +125,7 @@ def _launch_forward(x, residual, weight, eps, offset, cast_before_weight, quanti
     tile = _tile(N)
     if M:
         with launch.on_device_of(x):
-            _forward_kernel[(triton.cdiv(M, tile["ROWS"]),)](
+            _forward_kernel[(launch.cdiv(M, tile["ROWS"]),)](
                 x, x.stride(0), residual, 0 if residual is None else residual.stride(0), weight, y, total, rstd,
                 *(rows or (None, None)), M, N, eps, offset, CAST_BEFORE_WEIGHT=cast_before_weight,
                 HAS_RESIDUAL=residual is not None, QUANTISE=quantise, **tile,
@@ -136,13 +136,13 @@ def _launch_forward(x, residual, weight, eps, offset, cast_before_weight, quanti
 # Four forward ops, since what an op gives out is fixed: alone or of a sum, plain or with its quantised rows behind.
 
 
-@torch.library.custom_op("rft::rms_norm", mutates_args=())
+@launch.op("rft::rms_norm")
 def _rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, cast_before_weight: bool) -> tuple[Tensor, Tensor]:
     y, rstd, _, _ = _launch_forward(x, None, weight, eps, offset, cast_before_weight)
     return y, rstd
 
 
-@torch.library.custom_op("rft::rms_norm_fp8", mutates_args=())
+@launch.op("rft::rms_norm_fp8")
 def _rms_norm_fp8(
     x: Tensor, weight: Tensor, eps: float, offset: float, cast_before_weight: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -150,7 +150,7 @@ def _rms_norm_fp8(
     return y, rstd, rows.q, rows.scale
 
 
-@torch.library.custom_op("rft::add_rms_norm", mutates_args=())
+@launch.op("rft::add_rms_norm")
 def _add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float, cast_before_weight: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -158,7 +158,7 @@ def _add_rms_norm(
     return y, total, rstd
 
 
-@torch.library.custom_op("rft::add_rms_norm_fp8", mutates_args=())
+@launch.op("rft::add_rms_norm_fp8")
 def _add_rms_norm_fp8(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float, cast_before_weight: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -194,7 +194,7 @@ def _(x, residual, weight, eps, offset, cast_before_weight):
     return _fake_y(x), _fake_y(x), _fake_rstd(x), *fp8.fake_rows(x)
 
 
-@torch.library.custom_op("rft::rms_norm_backward", mutates_args=())
+@launch.op("rft::rms_norm_backward")
 def _rms_norm_backward(
     dy: Tensor, d_sum: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor, offset: float, cast_before_weight: bool,
     need_weight: bool,
@@ -207,7 +207,7 @@ def _rms_norm_backward(
     if not M:
         return dx, d_weight
     tile = _tile(N)
-    programs = min(triton.cdiv(M, tile["ROWS"]), PROGRAMS_PER_MULTIPROCESSOR * launch.num_multiprocessors(x.device))
+    programs = min(launch.cdiv(M, tile["ROWS"]), PROGRAMS_PER_MULTIPROCESSOR * launch.num_multiprocessors(x.device))
     in_flight = tile["ROWS"] * tile["BLOCK_N"] * x.element_size() * (2 if d_sum is None else 3)
     shares = x.new_empty(programs if need_weight else 0, N, dtype=torch.float32)
     with launch.on_device_of(x):
@@ -217,7 +217,7 @@ def _rms_norm_backward(
             STAGES=max(1, min(STAGES, 1 + SHARED_BYTES // in_flight)), **tile,
         )  # fmt: skip
         if need_weight:
-            _add_shares_kernel[(triton.cdiv(N, 32),)](shares, d_weight, programs, N, SHARES=64, BLOCK_N=32)
+            _add_shares_kernel[(launch.cdiv(N, 32),)](shares, d_weight, programs, N, SHARES=64, BLOCK_N=32)
     return dx, d_weight
 
 

@@ -99,7 +99,7 @@ def _token_major(like: Tensor) -> Tensor:
     return torch.empty(B, T, H, E, dtype=like.dtype, device=like.device).transpose(1, 2)
 
 
-@torch.library.custom_op("rft::rope", mutates_args=())
+@launch.op("rft::rope")
 def _rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backward: bool
 ) -> tuple[Tensor, Tensor]:  # fmt: skip

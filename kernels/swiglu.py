@@ -106,7 +106,7 @@ def _launch_forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     M, N = _rows_of(gate, up, out)
     if M * N:
         with launch.on_device_of(gate):
-            _forward_kernel[(M * triton.cdiv(N, BLOCK),)](
+            _forward_kernel[(M * launch.cdiv(N, BLOCK),)](
                 gate,
                 gate.stride(0),
                 up,
@@ -128,13 +128,13 @@ def _launch_backward(
     M, N = _rows_of(gate, grad, up, d_gate, d_up)
     if M * N:
         with launch.on_device_of(gate):
-            _backward_kernel[(M * triton.cdiv(N, BLOCK),)](
+            _backward_kernel[(M * launch.cdiv(N, BLOCK),)](
                 grad, grad.stride(0), gate, gate.stride(0), up, up.stride(0), d_gate, d_up, d_gate.stride(0), out, N,
                 KIND=activation, WANT_OUTPUT=out is not None, BLOCK=BLOCK, num_warps=NUM_WARPS,
             )  # fmt: skip
 
 
-@torch.library.custom_op("rft::gated_activation", mutates_args=())
+@launch.op("rft::gated_activation")
 def _gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     return _launch_forward(gate, up, activation)
 
@@ -144,7 +144,7 @@ def _(gate, up, activation):
     return torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
 
 
-@torch.library.custom_op("rft::gated_activation_backward", mutates_args=())
+@launch.op("rft::gated_activation_backward")
 def _gated_activation_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     d_gate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     d_up = torch.empty_like(d_gate)
@@ -157,7 +157,7 @@ def _(grad, gate, up, activation):
     return tuple(torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
 
 
-@torch.library.custom_op("rft::gated_activation_again", mutates_args=())
+@launch.op("rft::gated_activation_again")
 def _gated_activation_again(
     grad: Tensor, gate: Tensor, up: Tensor, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
@@ -196,7 +196,7 @@ def _backward(ctx, grad):
 _gated_activation.register_autograd(_backward, setup_context=_save)
 
 
-@torch.library.custom_op("rft::gated_activation_fused", mutates_args=())
+@launch.op("rft::gated_activation_fused")
 def _gated_activation_fused(gate_up: Tensor, activation: str) -> Tensor:
     gate, up = gate_up.chunk(2, -1)
     return _launch_forward(gate, up, activation)
@@ -207,7 +207,7 @@ def _(gate_up, activation):
     return torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype, device=gate_up.device)
 
 
-@torch.library.custom_op("rft::gated_activation_fused_backward", mutates_args=())
+@launch.op("rft::gated_activation_fused_backward")
 def _gated_activation_fused_backward(grad: Tensor, gate_up: Tensor, activation: str) -> Tensor:
     d_gate_up = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
     (gate, up), (d_gate, d_up) = gate_up.chunk(2, -1), d_gate_up.chunk(2, -1)

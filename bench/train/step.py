@@ -90,6 +90,8 @@ class Setting:
     case: Case
     tiny: bool
     attention: str
+    narrow: bool = False
+    """All layers, an eighth as wide, on an eighth of the tokens: so little for the device that a step takes what the host takes."""
 
     @property
     def device(self) -> str:
@@ -97,12 +99,23 @@ class Setting:
 
     @property
     def seq_len(self) -> int:
-        return 16 if self.tiny else SEQ_LEN
+        return 16 if self.tiny else SEQ_LEN // 8 if self.narrow else SEQ_LEN
 
     def config(self) -> Any:
         import transformers
 
         sizes = {**SHAPES[self.case.shape], **(TINY if self.tiny else {})}
+        if self.narrow and not self.tiny:
+            sizes |= {
+                name: sizes[name] // 8
+                for name in (
+                    "hidden_size",
+                    "intermediate_size",
+                    "num_attention_heads",
+                    "num_key_value_heads",
+                    "vocab_size",
+                )
+            }
         rope = {
             "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
@@ -420,6 +433,8 @@ def measure(setting: Setting, system: str, profile: bool) -> dict[str, Any]:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
     rates, loss = timed(step, setting)
+    if setting.narrow:
+        return {"host_ms": [1e3 * count / rate for rate, count in zip(rates, [step()[1]] * len(rates), strict=True)]}
     losses.append(float(loss))
     gib = torch.cuda.max_memory_allocated() / 2**30 if setting.device == "cuda" else 0.0
     found = {"rates": rates, "gib": gib, "losses": losses, "facts": facts, "ready_seconds": ready}
@@ -500,7 +515,7 @@ def run_child(case: Case, system: str, args: argparse.Namespace, seconds: float)
         answer = Path(folder) / "answer.json"
         command = [
             sys.executable, "-P", __file__, "--child", case.name, system, "--answer", str(answer), "--attention", args.attention,
-            *(["--tiny"] if args.tiny else []), *(["--profile"] if args.profile else []),
+            *(["--tiny"] if args.tiny else []), *(["--profile"] if args.profile else []), *(["--narrow"] if args.narrow else []),
         ]  # fmt: skip
         environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
         if args.tiny:
@@ -523,6 +538,9 @@ def run_child(case: Case, system: str, args: argparse.Namespace, seconds: float)
 def report(results: Any, case: Case, system: str, found: dict[str, Any]) -> None:
     if "error" in found:
         results.error(case.name, system, found["error"])
+        return
+    if "host_ms" in found:
+        results.add(f"{case.name}/host", system, "ms", found["host_ms"])
         return
     results.add(case.name, system, "tokens_per_second", found["rates"])
     results.add(case.name, system, "gib", found["gib"])
@@ -551,6 +569,9 @@ def main() -> int:
     parser.add_argument("--systems", nargs="*", choices=SYSTEMS, default=list(USUAL))
     parser.add_argument("--attention", default="auto", help="force rft's attention")
     parser.add_argument("--profile", action="store_true", help="milliseconds by kind of kernel, of rft and the peers")
+    parser.add_argument(
+        "--narrow", action="store_true", help="milliseconds that the host takes for a step (a result line of its own)"
+    )
     parser.add_argument("--tiny", action="store_true", help="tiny shapes on the CPU: does every line run")
     parser.add_argument("--seconds", type=float, default=3600, help="limit for all of it")
     parser.add_argument("--part-seconds", type=float, default=150, help="limit for one case of one system")
@@ -562,7 +583,7 @@ def main() -> int:
     parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        setting = Setting(CASES[args.child[0]], args.tiny, args.attention)
+        setting = Setting(CASES[args.child[0]], args.tiny, args.attention, args.narrow)
         args.answer.write_text(json.dumps(measure(setting, args.child[1], args.profile)))
         return 0
     if args.page:

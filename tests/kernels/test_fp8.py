@@ -227,10 +227,10 @@ def test_registered_ops_pass_opcheck(device):
     x, residual = torch.randn(2, 4, 48, device=device).unbind()
     weight = torch.rand(48, device=device)
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(_rms_norm_fp8, (x, weight, 1e-5, 0.0, True), test_utils=checks)
-    torch.library.opcheck(_add_rms_norm_fp8, (x, residual, weight, 1e-5, 0.0, True), test_utils=checks)
-    torch.library.opcheck(fp8._quantise_joined, (x, residual, None), test_utils=checks)
-    torch.library.opcheck(fp8._quantise_rows, (x,), test_utils=checks)
+    torch.library.opcheck(_rms_norm_fp8.op, (x, weight, 1e-5, 0.0, True), test_utils=checks)
+    torch.library.opcheck(_add_rms_norm_fp8.op, (x, residual, weight, 1e-5, 0.0, True), test_utils=checks)
+    torch.library.opcheck(fp8._quantise_joined.op, (x, residual, None), test_utils=checks)
+    torch.library.opcheck(fp8._quantise_rows.op, (x,), test_utils=checks)
 
 
 @pytest.mark.gpu

@@ -87,7 +87,7 @@ def test_wrong_shapes_are_refused_by_name(device):
 
 def test_the_registered_op_passes_opcheck(device):
     args = tuple([torch.randn(size, device=device) for _ in range(2)] for size in ((20, 48), (20, 4), (48, 4)))
-    torch.library.opcheck(_lowrank_gradients, (*args, [2.0, 0.5]))
+    torch.library.opcheck(_lowrank_gradients.op, (*args, [2.0, 0.5]))
 
 
 @pytest.mark.gpu

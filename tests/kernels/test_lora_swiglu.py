@@ -142,9 +142,9 @@ def test_registered_ops_pass_opcheck(device):
     gate, up, grad, branches = drawn(6, 40, (4, 4, 4), torch.float32, device)
     d, g, u = branches
     checks = ("test_schema", "test_faketensor")  # they are steps of other ops: no gradient
-    torch.library.opcheck(_lora_gated_activation, (gate, up, *g, *u, "silu"), test_utils=checks)
+    torch.library.opcheck(_lora_gated_activation.op, (gate, up, *g, *u, "silu"), test_utils=checks)
     torch.library.opcheck(
-        _lora_gated_activation_backward,
+        _lora_gated_activation_backward.op,
         (grad, gate, up, *d, *g, None, None, "silu", True, True),
         test_utils=checks,
     )

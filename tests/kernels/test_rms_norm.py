@@ -138,8 +138,8 @@ def test_wrong_shapes_are_refused_by_name(device):
 def test_registered_ops_pass_opcheck_and_compile_into_one_graph(device):
     x, residual = (torch.randn(4, 40, device=device, requires_grad=True) for _ in range(2))
     weight, grad = torch.randn(40, device=device, requires_grad=True), torch.randn(4, 40, device=device)
-    torch.library.opcheck(_rms_norm, (x, weight, 1e-5, 1.0, False))
-    torch.library.opcheck(_add_rms_norm, (x, residual, weight, 1e-5, 0.0, True))
+    torch.library.opcheck(_rms_norm.op, (x, weight, 1e-5, 1.0, False))
+    torch.library.opcheck(_add_rms_norm.op, (x, residual, weight, 1e-5, 0.0, True))
     compiled = torch.compile(add_rms_norm, fullgraph=True, backend="aot_eager" if device.type == "cpu" else "inductor")
     for got, wanted in zip(
         run(compiled, [x, residual], weight, [grad, grad]),

@@ -117,7 +117,7 @@ def test_wrong_shapes_are_refused_by_name(device):
 
 def test_the_registered_op_passes_opcheck_and_compiles_into_one_graph(device):
     q, k, cos, sin = make(device, 1, 4, 3, 2, 16, 8)
-    torch.library.opcheck(_rope, (q.requires_grad_(), k.requires_grad_(), cos, sin, True, False))
+    torch.library.opcheck(_rope.op, (q.requires_grad_(), k.requires_grad_(), cos, sin, True, False))
     compiled = torch.compile(rope, fullgraph=True, backend="aot_eager" if device.type == "cpu" else "inductor")
     grads = [torch.randn_like(q), torch.randn_like(k)]
     for got, wanted in zip(run(compiled, q, k, cos, sin, grads), run(rope, q, k, cos, sin, grads), strict=True):

@@ -112,8 +112,8 @@ def test_wrong_arguments_are_refused_by_name(device):
 
 def test_registered_ops_pass_opcheck_and_compile_into_one_graph(device):
     gate, up = (torch.randn(4, 40, device=device, requires_grad=True) for _ in range(2))
-    torch.library.opcheck(_gated_activation, (gate, up, "silu"))
-    torch.library.opcheck(_gated_activation_fused, (gate, "gelu_tanh"))
+    torch.library.opcheck(_gated_activation.op, (gate, up, "silu"))
+    torch.library.opcheck(_gated_activation_fused.op, (gate, "gelu_tanh"))
     compiled = torch.compile(
         gated_activation, fullgraph=True, backend="aot_eager" if device.type == "cpu" else "inductor"
     )

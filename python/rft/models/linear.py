@@ -19,8 +19,6 @@ from rft.kernels.lora_linear import Branch, FrozenLinear, lora_linears
 from rft.models.matching import Candidate, Matcher
 from rft.quant.fp8 import Fp8Linear
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
 
 def is_lora(module: nn.Module) -> bool:
     """A linear that PEFT has wrapped for LoRA."""
@@ -48,6 +46,15 @@ def why_not_fused(module: nn.Module) -> str | None:
     return f"its dropout is a {', '.join(others)}" if others else None
 
 
+def _why_not_now(peft: Any, base: nn.Module, names: list[str]) -> str | None:
+    """`why_not_fused`, asked anew only where a part of the layer is another one: it is asked for every linear of every forward."""
+    parts = (base, *names, *(peft.lora_A[a] for a in names), *(peft.lora_dropout[a] for a in names))
+    kept = peft.__dict__.get("rft_why_not")
+    if kept is None or kept[0] != parts:
+        kept = peft.__dict__["rft_why_not"] = (parts, why_not_fused(peft))
+    return kept[1]
+
+
 def read(module: nn.Module, *, inside: bool = False) -> FrozenLinear | None:
     """What the linear computes at the moment, or None where only the module itself knows.
 
@@ -62,8 +69,9 @@ def read(module: nn.Module, *, inside: bool = False) -> FrozenLinear | None:
         plain = quant.held(module)
         return None if plain is None else FrozenLinear(plain, module.bias)  # type: ignore[arg-type]
     base = peft.get_base_layer()
+    names = [a for a in peft.active_adapters if a in peft.lora_A]
     if (
-        why_not_fused(module)
+        _why_not_now(peft, base, names)
         or (peft.disable_adapters and peft.merged)
         or (hooked(module) and not inside)
         or hooked(base)
@@ -75,19 +83,21 @@ def read(module: nn.Module, *, inside: bool = False) -> FrozenLinear | None:
     if peft.disable_adapters or peft.merged:
         return FrozenLinear(held, base.bias)
     branches = []
-    for name in peft.active_adapters:
-        if name in peft.lora_A:
-            A, B, drop = peft.lora_A[name], peft.lora_B[name], peft.lora_dropout[name]
-            if hooked(A) or hooked(B) or hooked(drop):
-                return None
-            share = float(drop.p) if isinstance(drop, nn.Dropout) and drop.training else 0.0
-            branches.append(Branch(A.weight, B.weight, float(peft.scaling[name]), share))
+    for name in names:
+        A, B, drop = peft.lora_A[name], peft.lora_B[name], peft.lora_dropout[name]
+        if hooked(A) or hooked(B) or hooked(drop):
+            return None
+        share = float(drop.p) if isinstance(drop, nn.Dropout) and drop.training else 0.0
+        branches.append(Branch(A.weight, B.weight, float(peft.scaling[name]), share))
     return FrozenLinear(held, base.bias, tuple(branches))
 
 
 def hooked(module: nn.Module) -> bool:
     """Whether somebody listens to its forward: then it has to be called."""
-    return any(getattr(module, name) for name in _HOOKS)
+    # spelt out: asked some 2,000 times a step
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
 
 
 def apply_linears(x: Tensor, modules: Sequence[nn.Module], quantised: fp8.Rows | None = None) -> tuple[Tensor, ...]:
