@@ -505,6 +505,8 @@ struct Open {
     first: Option<Block>,
     evidence: Option<String>,
     skip: u64,
+    /// Keeps a fetched file in the cache.
+    _in_use: Option<std::fs::File>,
 }
 
 impl<'a> Input<'a> {
@@ -633,7 +635,8 @@ impl<'a> Input<'a> {
             let (hash, bytes) = readers::hash(source)?;
             return self.end(lane, index, &key::hex(hash), bytes);
         }
-        let source = &readers::local(source, self.poll)?;
+        let (source, in_use) = readers::local(source, self.poll)?;
+        let source = &source;
         let mut reader = Reader::open(source)?;
         let first = reader.next_block(BLOCK_ROWS, BLOCK_BYTES)?;
         let (parser, evidence) = choose_parser(source, &reader, first.as_ref())?;
@@ -646,6 +649,7 @@ impl<'a> Input<'a> {
             first,
             evidence: resumed.is_none().then_some(evidence),
             skip: resumed.unwrap_or_default(),
+            _in_use: in_use,
         });
         Ok(())
     }
