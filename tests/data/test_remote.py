@@ -200,7 +200,7 @@ def test_file_that_is_being_read_keeps_its_room(server, tmp_path):
         assert (a.exists(), b.exists()) == (True, False), "a was used longest ago"
         with pytest.raises(_native.NativeError) as raised:
             fetch(tmp_path, server.url + "/b", limit=1500)
-    assert "1 of 0.000 GB are being read" in raised.value.problem
+    assert "those that are being read: 1 with" in raised.value.problem
     assert "data.cache_gb" in raised.value.do
     fetch(tmp_path, server.url + "/b", limit=1500)
     assert not a.exists()
@@ -231,7 +231,7 @@ def test_stream_of_more_data_sets_than_the_cache_holds_files_is_told(server, tmp
     assert read(3.5) > 0
     with pytest.raises(DataError) as raised:
         read(2.5)
-    assert "are being read" in raised.value.problem
+    assert "that are being read" in raised.value.problem
     assert "data.cache_gb" in raised.value.do
 
 

@@ -194,6 +194,11 @@ impl ColumnRows {
 /// need and the footer count; of everything else all bytes (those of the member, unpacked, inside an archive).
 pub fn hash(source: &Source) -> Result<(u64, u64)> {
     let path = Path::new(&source.path);
+    if let Some(name) = &source.member
+        && let Some(known) = archive::hash(path, name)?
+    {
+        return Ok(known);
+    }
     let mut raw = raw(source)?;
     let head = head(&mut raw).map_err(|e| broken(source.shown(), 1, path, &e))?;
     if head.starts_with(parquet::MAGIC) {

@@ -425,8 +425,10 @@ fn make_room(cache: &FilePath, most: u64, kept: &HashSet<String>) -> Result<()> 
         }
     }
     if held > most && reading > 0 {
-        let problem =
-            format!("there is no room for the next file: {reading} of {} are being read", gigabytes(bytes_reading));
+        let problem = format!(
+            "there is no room for the next file beside those that are being read: {reading} with {}",
+            gigabytes(bytes_reading)
+        );
         return Err(Error::new(Kind::Data, cache.display().to_string(), problem)
             .wanted("room for the largest file of each data set that is streamed, all at once")
             .remedy("raise data.cache_gb, or put the files of several data sets into one"));

@@ -1,6 +1,6 @@
 //! Bytes of a file or of an archive's member, unpacked as they come: gzip and zstd are told by their first bytes.
 
-use std::io::{self, BufRead, BufReader, Read};
+use std::io::{self, BufRead, BufReader, Read, Seek};
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -11,6 +11,8 @@ use crate::error::{Error, Kind, Result};
 pub(crate) const READ_BYTES: usize = 1 << 18;
 /// What is looked at to tell what a file is: a header of tar.
 const HEAD_BYTES: u64 = 512;
+const GZIP: [u8; 2] = [0x1f, 0x8b];
+const ZSTD: [u8; 4] = [0x28, 0xb5, 0x2f, 0xfd];
 
 /// Hash and count of the (compressed) bytes, taken as they pass.
 #[derive(Default)]
@@ -52,9 +54,9 @@ impl Stream {
         let tap = Arc::new(Mutex::new(Tap::default()));
         let mut raw = BufReader::with_capacity(READ_BYTES, Tapped { raw, tap: tap.clone() });
         let magic = fill(&mut raw)?;
-        let (mut input, packed): (Box<dyn Read + Send>, bool) = if magic.starts_with(&[0x1f, 0x8b]) {
+        let (mut input, packed): (Box<dyn Read + Send>, bool) = if magic.starts_with(&GZIP) {
             (Box::new(flate2::bufread::MultiGzDecoder::new(raw)), true)
-        } else if magic.starts_with(&[0x28, 0xb5, 0x2f, 0xfd]) {
+        } else if magic.starts_with(&ZSTD) {
             (Box::new(zstd::stream::read::Decoder::with_buffer(raw)?), true)
         } else {
             (Box::new(raw), false)
@@ -104,6 +106,14 @@ impl BufRead for Stream {
     fn consume(&mut self, amount: usize) {
         self.input.consume(amount);
     }
+}
+
+/// Whether a file begins as gzip or zstd does; it is at its start before and after.
+pub(crate) fn is_packed(file: &mut (impl Read + Seek)) -> io::Result<bool> {
+    let mut magic = Vec::with_capacity(4);
+    file.take(4).read_to_end(&mut magic)?;
+    file.rewind()?;
+    Ok(magic.starts_with(&GZIP) || magic.starts_with(&ZSTD))
 }
 
 fn fill<R: Read>(input: &mut BufReader<R>) -> io::Result<&[u8]> {
