@@ -387,3 +387,32 @@ def test_bo_17_one_row_of_64_mib_among_short_ones(tmp_path, files, name):
         assert (kept, dropped) == (2, {"bad row": 1})
         peaks.append(1024 * peak)
     assert peaks[1] - peaks[0] < 8 * size
+
+
+@pytest.mark.parametrize("kind", ["jsonl.gz", "jsonl.zst", "zip", "tar.gz"])
+def test_damaged_packing_is_a_fault_of_the_data_and_not_of_the_disk(tmp_path, files, kind):
+    rows = "".join(json.dumps({"text": f"{number} {'abcdefghij' * (number % 7)}"}) + "\n" for number in range(3000))
+    packed = io.BytesIO()
+    if kind == "jsonl.gz":
+        packed.write(gzip.compress(rows.encode()))
+    elif kind == "jsonl.zst":
+        packed.write(pa.compress(rows.encode(), "zstd", asbytes=True))
+    elif kind == "zip":
+        with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("rows.jsonl", rows)
+    else:
+        with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+            info = tarfile.TarInfo("rows.jsonl")
+            info.size = len(rows)
+            archive.addfile(info, io.BytesIO(rows.encode()))
+    refused = 0
+    for part in range(1, 12):
+        damaged = bytearray(packed.getvalue())
+        damaged[len(damaged) * part // 12] ^= 0x55
+        path = tmp_path / f"{part}.{kind}"
+        path.write_bytes(damaged)
+        try:
+            run(tmp_path, path, files)
+        except DataError:  # what the disk is at fault for is another kind, and another exit code
+            refused += 1
+    assert refused > 5

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use tokenizers::Tokenizer;
 use xxhash_rust::xxh3::xxh3_64;
 
-use crate::sets::{self, one_line};
+use crate::sets::{self, counted, one_line};
 
 /// Every way to pack.
 pub const PACKINGS: [&str; 5] = ["stream", "bfd", "even", "sequential", "none"];
@@ -64,23 +64,23 @@ pub fn facts_lines(plan: &Plan, options: &Options) -> Vec<String> {
     let size =
         if options.packing == "none" { String::new() } else { format!(" of {}", commas(options.seq_len.into())) };
     let mut lines = vec![format!(
-        "{} packs{size}, {:.2} % full · {} tokens, {} labels · {} documents",
-        commas(plan.num_packs() as u64),
+        "{}{size}, {:.2} % full · {}, {} · {}",
+        counted(plan.num_packs() as u64, "pack"),
         100.0 * plan.fill(),
-        commas(plan.num_tokens()),
-        commas(plan.num_label_tokens()),
-        commas(counts.documents)
+        counted(plan.num_tokens(), "token"),
+        counted(plan.num_label_tokens(), "label"),
+        counted(counts.documents, "document")
     )];
     let over = [
         (counts.split_documents, "split".to_string()),
-        (counts.truncated_documents, format!("cut, {} tokens lost", commas(counts.truncated_tokens))),
-        (counts.dropped_documents, format!("left out, {} tokens", commas(counts.dropped_tokens))),
+        (counts.truncated_documents, format!("cut, {} lost", counted(counts.truncated_tokens, "token"))),
+        (counts.dropped_documents, format!("left out, {}", counted(counts.dropped_tokens, "token"))),
     ];
     for (count, how) in over.into_iter().filter(|(count, _)| *count > 0) {
-        lines.push(format!("{} documents over seq_len {how}", commas(count)));
+        lines.push(format!("{} over seq_len {how}", counted(count, "document")));
     }
     if counts.unlabelled_tokens > 0 {
-        lines.push(format!("{} tokens of pieces without a label left out", commas(counts.unlabelled_tokens)));
+        lines.push(format!("{} of pieces without a label left out", counted(counts.unlabelled_tokens, "token")));
     }
     lines.push(format!("plan {}", plan.hash()));
     lines
@@ -192,9 +192,9 @@ pub fn stats_lines(stats: &Value) -> Vec<String> {
     let lengths = &stats["lengths"];
     let mut lines = vec![
         format!(
-            "{} documents, {} tokens, {:.1} % trained",
-            number(&stats["documents"]),
-            number(&stats["tokens"]),
+            "{}, {}, {:.1} % trained",
+            counted(stats["documents"].as_u64().unwrap_or_default(), "document"),
+            counted(stats["tokens"].as_u64().unwrap_or_default(), "token"),
             share(&stats["trained_tokens"], &stats["tokens"])
         ),
         format!(
@@ -220,10 +220,10 @@ pub fn stats_lines(stats: &Value) -> Vec<String> {
     }
     for source in list(&stats["sources"]) {
         lines.push(format!(
-            "{:>14} tokens, {:>5.1} % trained, {} rows ({})  {}",
+            "{:>14} tokens, {:>5.1} % trained, {} ({})  {}",
             number(&source["tokens"]),
             share(&source["trained_tokens"], &source["tokens"]),
-            number(&source["read"]),
+            counted(source["read"].as_u64().unwrap_or_default(), "row"),
             source["format"].as_str().unwrap_or_default(),
             one_line(source["path"].as_str().unwrap_or_default())
         ));

@@ -121,6 +121,33 @@ fn tokens_are_told_by_data_set_and_role() {
 }
 
 #[test]
+fn what_is_no_file_and_what_are_no_days_is_told_as_it_is() {
+    let folder = tempfile::tempdir().unwrap();
+    let tokenizer =
+        json!({"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}});
+    fs::write(folder.path().join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    fs::write(folder.path().join("tokenizer_config.json"), "{\"eos_token\": \"a\"}").unwrap();
+    fs::write(folder.path().join("config.json"), "{}").unwrap();
+    let (root, model) = (folder.path().join("sets"), folder.path().to_str().unwrap());
+    let root = root.to_str().unwrap();
+    let link = folder.path().join("link.jsonl");
+    std::os::unix::fs::symlink("nowhere", &link).unwrap();
+    for (path, told) in [
+        ("/dev/null", "/dev/null is no ordinary file and no folder"),
+        (link.to_str().unwrap(), "is a link to what does not exist"),
+        ("none.jsonl", "none.jsonl does not exist"),
+    ] {
+        let store = format!("data.store=\"{root}\"");
+        let (code, _, err) = run(&["prepare", "--model", model, "--data", path, "--set", &store]);
+        assert!(code == 2 && err.contains(told), "{path}: {err}");
+    }
+    for days in ["nan", "-1", "inf"] {
+        let (code, out, err) = run(&["prune", "--store", root, &format!("--older-than={days}")]);
+        assert!(code == 2 && out.is_empty() && err.contains("not a number of days"), "{days}: {err}");
+    }
+}
+
+#[test]
 fn a_config_is_read_without_python_and_what_is_not_read_is_told() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("chat.toml");

@@ -137,15 +137,19 @@ pub(crate) fn read_some(input: &mut impl Read, buffer: &mut [u8]) -> io::Result<
 
 /// A failure while reading, as a fault of the data where the bytes are wrong.
 pub(crate) fn broken(shown: &str, line: u64, path: &Path, error: &io::Error) -> Error {
+    let unpacking = error.raw_os_error().is_none(); // zstd says "other" of what it cannot unpack
     match error.kind() {
-        io::ErrorKind::InvalidData | io::ErrorKind::InvalidInput | io::ErrorKind::UnexpectedEof => Error::new(
-            Kind::Data,
-            format!("{shown}:{line}"),
-            format!("the compressed file is damaged or cut short: {error}"),
-        )
-        .remedy("fetch or write the file again"),
+        io::ErrorKind::InvalidData | io::ErrorKind::InvalidInput | io::ErrorKind::UnexpectedEof => {
+            damaged(shown, line, error)
+        }
+        io::ErrorKind::Other if unpacking => damaged(shown, line, error),
         _ => Error::io(path, "reading", error),
     }
+}
+
+fn damaged(shown: &str, line: u64, error: &io::Error) -> Error {
+    let problem = format!("the compressed file is damaged or cut short: {error}");
+    Error::new(Kind::Data, format!("{shown}:{line}"), problem).remedy("fetch or write the file again")
 }
 
 /// xxh3-64 and length of the bytes of a reader. `shown`: how messages call what it reads from `path`.
