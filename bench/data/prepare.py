@@ -1,10 +1,11 @@
 """Chats as JSONL -> packed shards: MB a CPU second on one thread against datasets + TRL, gain of a second thread, memory.
 
     python bench/data/prepare.py --tokenizer FOLDER [--peer-python PYTHON]
+    python bench/data/prepare.py --tokenizer FOLDER --two-gb 0.06 0.3 1     only what a second thread gains, by size of the input
     python bench/data/prepare.py --tokenizer FOLDER --memory-gb 0.1 1 20      peak memory by size of the input, no peer
     ... --memory-input rows     the same over lines of text of long tokens: a set of 20 GB of it takes a fifteenth on disk
 
-The input of a memory run is one file of --megabytes, read as many times as it takes (as sources of their own).
+The input of a memory run, and of --two-gb beyond --megabytes, is one file of --megabytes, read as many times as it takes (as sources of their own).
 
 ours: `_native.prepare` (read, parse, render, tokenise, mask, shards on disk, flushed) and the pack plan of the epoch.
 theirs: load_dataset("json"), a batched map with `apply_chat_template(..., return_assistant_tokens_mask=True)`, TRL's
@@ -128,12 +129,31 @@ print(json.dumps([peak, counts["read"]]))
     return peak, rows
 
 
+def two_threads(results: Results, gigabytes: float, chats: Path, tokenizer: Path, folder: Path, repeats: int) -> None:
+    """One thread and two in turn, over a set of so many gigabytes; the gain is of the shortest times."""
+    times = max(1, round(gigabytes * 1e9 / chats.stat().st_size))
+    seconds: dict[int, list[float]] = {1: [], 2: []}
+    for _ in range(repeats):
+        for threads, taken in seconds.items():
+            spec = request(chats, tokenizer, threads=threads)
+            spec["sources"] *= times
+            taken.append(ours(spec, folder)[1])
+    megabytes = times * chats.stat().st_size / 1e6
+    case = f"{CASE}/{megabytes:.0f}-mb"
+    results.add(f"{case}/one-thread", "rft", "mb_per_wall_second", [megabytes / wall for wall in seconds[1]])
+    results.add(f"{case}/two-threads", "rft", "mb_per_wall_second", [megabytes / wall for wall in seconds[2]])
+    results.add(f"{case}/two-threads", "rft", "gain", min(seconds[1]) / min(seconds[2]))
+
+
 def main() -> int:
     """Result lines for rft and the peer."""
     parser = arguments(__doc__)
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder with tokenizer.json, or the file")
     parser.add_argument("--peer-python", default=sys.executable, help="interpreter with datasets and trl")
     parser.add_argument("--peer-repeats", type=int, default=3)
+    parser.add_argument(
+        "--two-gb", type=float, nargs="*", default=[], help="only the gain of a second thread, at these sizes"
+    )
     parser.add_argument("--memory-gb", type=float, nargs="*", default=[], help="only measure memory, at these sizes")
     parser.add_argument("--memory-input", choices=("chats", "rows"), default="chats")
     parser.add_argument("--threads", type=int, nargs="*", default=[1, 2], help="of the memory runs")
@@ -146,6 +166,13 @@ def main() -> int:
             write_rows(chats, args.megabytes)
         else:
             megabytes = write_chats(chats, args.megabytes, args.chats) / 1e6
+        if args.two_gb:
+            results = Results(args.results)
+            for size in args.two_gb:
+                part = folder / "part.jsonl"
+                write_chats(part, min(size * 1e3, megabytes), chats)
+                two_threads(results, size, part, args.tokenizer, folder, args.repeats)
+            return 0
         if args.memory_gb:
             results = Results(args.results)
             form = "text" if args.memory_input == "rows" else "messages"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -102,6 +105,25 @@ def test_inspect_writes_a_page(folder, capsys):
     assert "page/i.html" in out
     assert "A pack, its documents in order" in page
     assert "Hello" in re.sub("<[^>]*>", "", page)  # a tag each token
+
+
+@pytest.mark.parametrize("words", [["export"], ["pack", "--seq-len", "64"]])
+def test_full_disk_of_what_is_exported_names_that_disk(folder, capsys, words):
+    write_rows(folder / "chats" / "a.jsonl", some_chats(3000))
+    run(capsys, "prepare", "chat.toml")
+    (store,) = [path for path in (folder / "sets").iterdir() if (path / "manifest.json").exists()]
+    code = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000));"
+        "from rft import cli; sys.exit(cli.run(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", code, "data", *words, str(store), "--to", "out.parquet"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 1
+    assert "out.parquet: no space left" in done.stderr
+    assert "--to" in done.stderr
+    assert "data.store" not in done.stderr
+    assert not list(folder.glob("out*"))
 
 
 def test_inspect_refuses_a_pack_that_is_not_there(folder, capsys):

@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import json
+import os
 import subprocess
 import sys
 import tarfile
@@ -387,3 +388,82 @@ def test_bo_17_one_row_of_64_mib_among_short_ones(tmp_path, files, name):
         assert (kept, dropped) == (2, {"bad row": 1})
         peaks.append(1024 * peak)
     assert peaks[1] - peaks[0] < 8 * size
+
+
+@pytest.mark.parametrize("kind", ["jsonl.gz", "jsonl.zst", "zip", "tar.gz"])
+def test_damaged_packing_is_a_fault_of_the_data_and_not_of_the_disk(tmp_path, files, kind):
+    rows = "".join(json.dumps({"text": f"{number} {'abcdefghij' * (number % 7)}"}) + "\n" for number in range(3000))
+    packed = io.BytesIO()
+    if kind == "jsonl.gz":
+        packed.write(gzip.compress(rows.encode()))
+    elif kind == "jsonl.zst":
+        packed.write(pa.compress(rows.encode(), "zstd", asbytes=True))
+    elif kind == "zip":
+        with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("rows.jsonl", rows)
+    else:
+        with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+            info = tarfile.TarInfo("rows.jsonl")
+            info.size = len(rows)
+            archive.addfile(info, io.BytesIO(rows.encode()))
+    refused = 0
+    for part in range(1, 12):
+        damaged = bytearray(packed.getvalue())
+        damaged[len(damaged) * part // 12] ^= 0x55
+        path = tmp_path / f"{part}.{kind}"
+        path.write_bytes(damaged)
+        try:
+            run(tmp_path, path, files)
+        except DataError:  # what the disk is at fault for is another kind, and another exit code
+            refused += 1
+    assert refused > 5
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", *WRITERS])
+def test_bo_18_one_sign_changed_with_size_and_time_kept_is_another_set(tmp_path, files, name):
+    path, chats = tmp_path / name, some_chats(5)
+    write = {**WRITERS, "rows.jsonl": write_rows}[name]
+    write(path, chats)
+    before, first = path.stat(), run(tmp_path, path, files)
+    assert run(tmp_path, path, files).train.key == first.train.key
+    content = chats[3]["messages"][0]["content"]
+    chats[3]["messages"][0]["content"] = content[:-1] + ("X" if content[-1] != "X" else "Y")
+    write(path, chats)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    changed = run(tmp_path, path, files)
+    assert changed.train.key != first.train.key
+    differ = [
+        index
+        for index, (one, other) in enumerate(zip(documents(first), documents(changed), strict=True))
+        if one != other
+    ]
+    assert differ == [3]
+
+
+@pytest.mark.parametrize("on_error", ["fail", "skip"])
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "rows.json"])
+def test_half_of_a_surrogate_pair_is_a_bad_row_of_its_place(tmp_path, files, name, on_error):
+    """As other programs write it: no text holds one, so no token could stand for it."""
+    good, bad = (json.dumps(chat(words, "x")["messages"]) for words in ("q", "a\ud800b"))
+    if name == "rows.csv":
+        text = "messages\n" + "".join('"' + cell.replace('"', '""') + '"\n' for cell in (good, bad))
+    elif name == "rows.json":
+        text = "[\n" + ",\n".join(f'{{"messages": {cell}}}' for cell in (good, bad)) + "\n]"
+    else:
+        text = "".join(f'{{"messages": {cell}}}\n' for cell in (good, bad))
+    (tmp_path / name).write_text(text)
+    line = 2 if name == "rows.jsonl" else 3
+    if on_error == "fail":
+        with pytest.raises(DataError) as raised:
+            run(tmp_path, tmp_path / name, files)
+        assert raised.value.where.endswith(f"{name}:{line}")
+        return
+    report = run(tmp_path, tmp_path / name, files, on_error="skip").report["train"]
+    assert (report["kept"], report["dropped"]) == (1, {"bad row": 1})
+
+
+def test_of_a_key_that_stands_twice_the_last_counts_as_everywhere(tmp_path, files):
+    (tmp_path / "twice.jsonl").write_text('{"text": "one", "text": "two"}\n')
+    (tmp_path / "once.jsonl").write_text('{"text": "two"}\n')
+    twice, once = (run(tmp_path, tmp_path / name, files) for name in ("twice.jsonl", "once.jsonl"))
+    assert documents(twice) == documents(once)

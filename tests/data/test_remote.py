@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +18,7 @@ from rft.config.load import load_config
 from rft.data.prepare import prepare
 from rft.data.sources import Caches, expand
 from rft.errors import ConfigError, DataError
-from support.data import some_chats, tiny_files, write_rows
+from support.data import some_chats, tiny_files, write_rows, write_tiny_tokenizer
 from support.server import serving
 
 MIB = 1 << 20
@@ -170,6 +174,65 @@ def test_server_without_etags_is_told_apart_by_time_and_length(server, tmp_path)
     server.objects["/a.bin"] = BIG
     (file,) = fetch(tmp_path, server.url + "/a.bin")
     assert file.read_bytes() == BIG
+
+
+def test_listing_is_the_first_thing_that_a_process_asks_of_a_store(server):
+    server.objects["/bucket/d/1.jsonl"] = b"{}"
+    command = "from rft import _native; print(_native.list_remote('s3://bucket/d/'))"
+    path = os.pathsep.join(filter(None, sys.path))
+    done = subprocess.run(
+        [sys.executable, "-c", command],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert (done.stdout.strip(), done.stderr) == ("[('s3://bucket/d/1.jsonl', 2)]", "")
+
+
+def test_file_that_is_being_read_keeps_its_room(server, tmp_path):
+    for name in "abc":
+        server.objects[f"/{name}"] = bytes(1000)
+    a, b = (fetch(tmp_path, f"{server.url}/{name}", limit=2500)[0] for name in "ab")
+    with a.open() as reading:
+        fcntl.flock(reading, fcntl.LOCK_SH)
+        fetch(tmp_path, server.url + "/c", limit=2500)
+        assert (a.exists(), b.exists()) == (True, False), "a was used longest ago"
+        with pytest.raises(_native.NativeError) as raised:
+            fetch(tmp_path, server.url + "/b", limit=1500)
+    assert "those that are being read: 1 with" in raised.value.problem
+    assert "data.cache_gb" in raised.value.do
+    fetch(tmp_path, server.url + "/b", limit=1500)
+    assert not a.exists()
+
+
+def test_stream_of_more_data_sets_than_the_cache_holds_files_is_told(server, tmp_path):
+    import rft.data
+
+    rows = write_rows(tmp_path / "rows.jsonl", some_chats(2000)).read_bytes()
+    paths = [f"{server.url}/{number}.jsonl" for number in range(3)]
+    server.objects |= {f"/{number}.jsonl": rows for number in range(3)}
+    write_tiny_tokenizer(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text("{}")
+
+    def read(room):
+        data = {
+            "train": [{"path": path} for path in paths],
+            "store": str(tmp_path / f"sets-{room}"),
+            "cache_gb": room * len(rows) / 1e9,
+        }
+        config = {"model": {"path": str(tmp_path / "model")}, "data": data}
+        stream = rft.data.open(config, streaming=True, seq_len=64, arrays="numpy")
+        try:
+            return sum(batch.num_tokens for batch in stream.epoch(0))
+        finally:
+            stream.close()
+
+    assert read(3.5) > 0
+    with pytest.raises(DataError) as raised:
+        read(2.5)
+    assert "that are being read" in raised.value.problem
+    assert "data.cache_gb" in raised.value.do
 
 
 def test_cache_keeps_its_limit_and_gives_up_what_was_used_longest_ago(server, tmp_path):

@@ -53,6 +53,9 @@ def test_a_python_renderer_is_called_in_blocks_and_gives_the_same_set(tmp_path):
     counts = json.loads(_native.prepare(json.dumps(native), str(tmp_path / "a")))
     again = json.loads(_native.prepare(json.dumps(called), str(tmp_path / "b"), None, render))
     assert (counts["tokens"], counts["trained_tokens"]) == (again["tokens"], again["trained_tokens"])
+    (filled,), (rendered,) = counts["sources"], again["sources"]
+    assert filled["tokens_by_role"] == rendered["tokens_by_role"]
+    assert {"user", "assistant", "template"} == filled["tokens_by_role"].keys()
     assert calls == [2, calls[1]], "a probe of two, then one block"
     assert calls[1] > 300
     one, other = (_native.Store(str(tmp_path / name)) for name in "ab")

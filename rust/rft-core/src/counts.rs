@@ -9,6 +9,7 @@ use crate::error::{Error, Kind, Result};
 use crate::example::ROLES;
 use crate::format::Format;
 use crate::row_error::{Reason, RowError};
+use crate::said::ByRole;
 use crate::spec::{Part, Source, Spec, TrainOn};
 use crate::tokens::{Facts, Told};
 
@@ -39,6 +40,26 @@ struct SourceCounts {
     kept: u64,
     tokens: u64,
     trained: u64,
+    /// Number of the data set.
+    #[serde(default)]
+    set: u32,
+    /// Of the tokens, those that messages of each role say, those that the template adds to chats, and those of rows without roles.
+    #[serde(default)]
+    by_role: ByRole,
+    #[serde(default)]
+    template: u64,
+    #[serde(default)]
+    no_role: u64,
+}
+
+impl SourceCounts {
+    fn tokens_by_role(&self) -> Option<BTreeMap<&'static str, u64>> {
+        let named = ROLES.into_iter().zip(self.by_role);
+        let all = named.chain([("template", self.template), ("no role", self.no_role)]);
+        let by_role: BTreeMap<_, _> = all.filter(|(_, tokens)| *tokens > 0).collect();
+        // What an unfinished set of an earlier version holds was not told by role.
+        (by_role.values().sum::<u64>() == self.tokens).then_some(by_role)
+    }
 }
 
 /// Counts of a preparation. Reasons and methods by name: all of it goes into the notes that a killed run leaves.
@@ -84,6 +105,10 @@ impl Counts {
             kept: 0,
             tokens: 0,
             trained: 0,
+            set: source.set,
+            by_role: ByRole::default(),
+            template: 0,
+            no_role: 0,
         });
     }
 
@@ -139,6 +164,12 @@ impl Counts {
             for document in documents {
                 source.tokens += u64::from(copies) * document.tokens;
                 source.trained += u64::from(copies) * document.trained;
+                let Some(by_role) = document.by_role else {
+                    source.no_role += u64::from(copies) * document.tokens;
+                    continue;
+                };
+                source.by_role.iter_mut().zip(by_role).for_each(|(sum, tokens)| *sum += u64::from(copies) * tokens);
+                source.template += u64::from(copies) * (document.tokens - by_role.iter().sum::<u64>());
             }
         }
     }
@@ -204,6 +235,8 @@ impl Counts {
                     "kept": source.kept,
                     "tokens": source.tokens,
                     "trained_tokens": source.trained,
+                    "set": source.set,
+                    "tokens_by_role": source.tokens_by_role(),
                 })
             })
             .collect();

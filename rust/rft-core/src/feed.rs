@@ -22,7 +22,7 @@ use crate::key;
 use crate::plan::{Plan, PlanOptions};
 use crate::prepare::{Assembly, Observer, Sink, layout};
 use crate::readers;
-use crate::rows::Renderer;
+use crate::rows::{Renderer, Rows};
 use crate::spec::{Source, Spec};
 use crate::store::{Document, Layout, WindowWriter, Windows};
 use crate::stream::Packs;
@@ -489,7 +489,7 @@ impl<'a> WindowSink<'a> {
         let (threads, counts) = (spec.num_threads(), self.counts.take().unwrap_or_default());
         let mut watch = Watch { worker: self.worker };
         let mut assembly = Assembly { spec, sink: self, counts, seen: None };
-        assembly.run(renderer, &mut watch, None, threads, total)?;
+        assembly.run(&Rows::new(spec, renderer)?, &mut watch, None, threads, total)?;
         let state = assembly.counts.to_state()?;
         self.bytes = self.total;
         if self.writer.is_empty() { Ok(()) } else { self.cut(state) }

@@ -27,6 +27,7 @@ pub mod pytext;
 pub mod readers;
 pub mod row_error;
 pub mod rows;
+pub mod said;
 mod seen;
 pub mod spec;
 pub mod store;

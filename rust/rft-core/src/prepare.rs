@@ -63,41 +63,54 @@ pub fn prepare(
     observer: &mut dyn Observer,
 ) -> Result<Prepared> {
     let threads = spec.num_threads();
-    let total = spec.sources.iter().map(readers::size).sum();
-    let hashes = key::hashes(spec)?;
-    let inputs = key::inputs(spec, &hashes);
-    let layout = layout(spec, key::of_inputs(&inputs));
-    let begun = Writer::begin(out, layout, &mut || observer.progress(0, total, 0))?;
-    let (mut writer, state) = match begun {
-        Begun::Complete(set) => {
-            let counts = set.manifest().counts.clone();
-            return Ok(Prepared { counts, written: false, resumed_rows: 0 });
-        }
-        Begun::Write(writer, state) => (writer, state),
-    };
-    let counts = state.map_or(Ok(Counts::default()), Counts::from_state)?;
-    let resumed_rows = counts.read();
-    let seen = if spec.dedup { Some(seen_before(&writer)?) } else { None };
-    let mut assembly = Assembly { spec, sink: &mut *writer, counts, seen };
-    match assembly.run(renderer, observer, Some(&hashes), threads, total) {
-        Ok((report, sources)) => {
-            writer.finish(sources, report.clone(), inputs)?;
-            Ok(Prepared { counts: report, written: true, resumed_rows })
-        }
-        Err(error) if matches!(error.kind, Kind::Data | Kind::Template | Kind::Tokenizer) => {
-            // The same would happen again, and mending it changes the key.
-            writer.discard();
-            Err(error)
-        }
-        Err(mut error) => {
-            let complete = writer.complete_shards();
-            if error.kind == Kind::Full && complete > 0 {
-                error.problem +=
-                    &format!("; {complete} complete shards are kept, and the next run goes on behind them");
+    std::thread::scope(|scope| {
+        // The files are hashed before the first row is read, which takes one thread: a second one loads the tokenizer.
+        let is_new = !out.join(store::MANIFEST).exists();
+        let early = (threads > 1 && renderer.is_none() && is_new).then(|| scope.spawn(|| Rows::new(spec, None)));
+        let total = spec.sources.iter().map(readers::size).sum();
+        let hashes = key::hashes(spec)?;
+        let inputs = key::inputs(spec, &hashes);
+        let layout = layout(spec, key::of_inputs(&inputs));
+        let begun = Writer::begin(out, layout, &mut || observer.progress(0, total, 0))?;
+        let (mut writer, state) = match begun {
+            Begun::Complete(set) => {
+                let counts = set.manifest().counts.clone();
+                return Ok(Prepared { counts, written: false, resumed_rows: 0 });
             }
-            Err(error)
+            Begun::Write(writer, state) => (writer, state),
+        };
+        let rows = match early {
+            Some(thread) => thread.join().unwrap_or_else(|_| Err(panicked())),
+            None => Rows::new(spec, renderer),
+        };
+        let counts = state.map_or(Ok(Counts::default()), Counts::from_state)?;
+        let resumed_rows = counts.read();
+        let seen = if spec.dedup { Some(seen_before(&writer)?) } else { None };
+        let mut assembly = Assembly { spec, sink: &mut *writer, counts, seen };
+        match rows.and_then(|rows| assembly.run(&rows, observer, Some(&hashes), threads, total)) {
+            Ok((report, sources)) => {
+                writer.finish(sources, report.clone(), inputs)?;
+                Ok(Prepared { counts: report, written: true, resumed_rows })
+            }
+            Err(error) if matches!(error.kind, Kind::Data | Kind::Template | Kind::Tokenizer) => {
+                // The same would happen again, and mending it changes the key.
+                writer.discard();
+                Err(error)
+            }
+            Err(mut error) => {
+                let complete = writer.complete_shards();
+                if error.kind == Kind::Full && complete > 0 {
+                    error.problem +=
+                        &format!("; {complete} complete shards are kept, and the next run goes on behind them");
+                }
+                Err(error)
+            }
         }
-    }
+    })
+}
+
+fn panicked() -> Error {
+    Error::new(Kind::Io, "prepare", "a thread that loads the tokenizer panicked (its message is above)")
 }
 
 /// What all shards of a request's set have in common.
@@ -270,14 +283,13 @@ impl Assembly<'_> {
     /// Reads all that `counts` does not say is done. `hashes`: of the sources, where they are known and have to be met.
     pub(crate) fn run(
         &mut self,
-        renderer: Option<&dyn Renderer>,
+        rows: &Rows,
         observer: &mut dyn Observer,
         hashes: Option<&[String]>,
         threads: usize,
         total: u64,
     ) -> Result<(Json, Vec<SourceRecord>)> {
         let spec = self.spec;
-        let rows = Rows::new(spec, renderer)?;
         let spare = Spare::default();
         let observer = std::cell::RefCell::new((observer, 0, self.counts.read()));
         let poll = || {
@@ -285,7 +297,7 @@ impl Assembly<'_> {
             let (bytes_read, rows) = (told.1, told.2);
             told.0.progress(bytes_read, total, rows)
         };
-        let mut input = Input::new(spec, &rows, hashes, &self.counts, &poll, &spare);
+        let mut input = Input::new(spec, rows, hashes, &self.counts, &poll, &spare);
         let tell = |bytes_read: u64, rows: u64| {
             let mut told = observer.borrow_mut();
             (told.1, told.2) = (bytes_read, rows);
@@ -295,7 +307,7 @@ impl Assembly<'_> {
             threads,
             || input.next(),
             Scratch::default,
-            |task, scratch| work(spec, &rows, &task, scratch, spare.made()).map(|made| (task, made)),
+            |task, scratch| work(spec, rows, &task, scratch, spare.made()).map(|made| (task, made)),
             |(task, made)| {
                 self.record(&task, &made)?;
                 let done = task.bytes.1;
@@ -505,6 +517,8 @@ struct Open {
     first: Option<Block>,
     evidence: Option<String>,
     skip: u64,
+    /// Keeps a fetched file in the cache.
+    _in_use: Option<std::fs::File>,
 }
 
 impl<'a> Input<'a> {
@@ -633,7 +647,8 @@ impl<'a> Input<'a> {
             let (hash, bytes) = readers::hash(source)?;
             return self.end(lane, index, &key::hex(hash), bytes);
         }
-        let source = &readers::local(source, self.poll)?;
+        let (source, in_use) = readers::local(source, self.poll)?;
+        let source = &source;
         let mut reader = Reader::open(source)?;
         let first = reader.next_block(BLOCK_ROWS, BLOCK_BYTES)?;
         let (parser, evidence) = choose_parser(source, &reader, first.as_ref())?;
@@ -646,6 +661,7 @@ impl<'a> Input<'a> {
             first,
             evidence: resumed.is_none().then_some(evidence),
             skip: resumed.unwrap_or_default(),
+            _in_use: in_use,
         });
         Ok(())
     }

@@ -14,6 +14,7 @@ use crate::jsonl::{Block, Layout};
 use crate::lean::Lean;
 use crate::readers::Reader;
 use crate::row_error::{Reason, RowError};
+use crate::said::{self, Said};
 use crate::spec::{ControlPolicy, EndOfTurn, FormatChoice, Part, RendererKind, Source, Spec};
 use crate::template::{self, Rendered, Template, to_value};
 use crate::tokenizer::Tokenizer;
@@ -51,6 +52,8 @@ pub enum Outcome {
 pub struct Scratch {
     lean: Lean,
     filled: Filled,
+    /// Who says what in it.
+    said: Vec<Said>,
     tokens: tokens::Buffers,
 }
 
@@ -157,7 +160,7 @@ impl<'a> Rows<'a> {
                     return outcome(self.of_filled(scratch, method, facts));
                 }
                 match self.render_native(*job) {
-                    Ok(masked) => self.finish(&masked, spelled, facts, &mut scratch.tokens),
+                    Ok((chat, masked)) => self.finish(&chat, &masked, spelled, facts, &mut scratch.tokens),
                     Err(error) => Outcome::Dropped(error),
                 }
             }
@@ -170,8 +173,8 @@ impl<'a> Rows<'a> {
         method: chat::Method,
         facts: Facts,
     ) -> std::result::Result<Tokens, RowError> {
-        let Scratch { filled, tokens: buffers, .. } = scratch;
-        tokens::of_filled(&self.tokenizer, filled, method, buffers).map(|tokens| {
+        let Scratch { filled, said, tokens: buffers, .. } = scratch;
+        tokens::of_filled(&self.tokenizer, filled, said, method, buffers).map(|tokens| {
             let facts = Facts { unended: tokens.facts.unended && self.teaches_ends(), ..facts };
             Tokens { facts, ..tokens }
         })
@@ -195,7 +198,7 @@ impl<'a> Rows<'a> {
             return None;
         }
         let text = std::str::from_utf8(bytes).ok()?;
-        let Scratch { lean, filled, .. } = scratch;
+        let Scratch { lean, filled, said, .. } = scratch;
         if !lean.read(text, names) {
             return None;
         }
@@ -205,6 +208,7 @@ impl<'a> Rows<'a> {
             return None;
         }
         shape.fill(content, filled);
+        said::contents(&filled.text, &lean.roles, content, said);
         let roles = lean.roles.iter().fold(0, |bits, role| bits | 1 << role);
         Some((shape.method, Facts { roles, unused: lean.unused_names.clone(), ..Facts::default() }))
     }
@@ -221,6 +225,7 @@ impl<'a> Rows<'a> {
             return None;
         }
         shape.fill(|index| contents[index], &mut scratch.filled);
+        said::contents(&scratch.filled.text, &roles, |index| contents[index], &mut scratch.said);
         Some(shape.method)
     }
 
@@ -237,7 +242,7 @@ impl<'a> Rows<'a> {
         if !job.wants_any() {
             return None;
         }
-        let mut masked = self.render_native(job).ok()?;
+        let (_, mut masked) = self.render_native(job).ok()?;
         if masked.len() == 1 { masked.pop() } else { None }
     }
 
@@ -274,7 +279,7 @@ impl<'a> Rows<'a> {
             see(&scratch.filled.text, &scratch.filled.spans);
             return Ok(());
         }
-        let masked = self.render_native(*job).map_err(|error| error.problem)?;
+        let (_, masked) = self.render_native(*job).map_err(|error| error.problem)?;
         masked.iter().for_each(|part| see(&part.text, &part.spans));
         Ok(())
     }
@@ -361,12 +366,12 @@ impl<'a> Rows<'a> {
         tokens::of_raw(&self.tokenizer, self.spec, prompt, text, weight, buffers)
     }
 
-    fn render_native(&self, mut job: Job) -> std::result::Result<Vec<Masked>, RowError> {
+    fn render_native(&self, mut job: Job) -> std::result::Result<(Chat, Vec<Masked>), RowError> {
         let chat = Values::new(&job);
         loop {
             let renders = job.pending().iter().map(|request| self.render_one(&job, &chat, request)).collect();
             if let Some(masked) = job.answer(renders, self.tokenizer.control())? {
-                return Ok(masked);
+                return Ok((job.into_chat(), masked));
             }
         }
     }
@@ -424,16 +429,23 @@ impl<'a> Rows<'a> {
             Row::Done(outcome) => Row::Done(outcome),
             Row::Chat { mut job, spelled, facts } => match job.answer(answers, self.tokenizer.control()) {
                 Ok(None) => Row::Chat { job, spelled, facts },
-                Ok(Some(masked)) => Row::Done(self.finish(&masked, spelled, facts, buffers)),
+                Ok(Some(masked)) => Row::Done(self.finish(job.chat(), &masked, spelled, facts, buffers)),
                 Err(error) => Row::Done(Outcome::Dropped(error)),
             },
         }
     }
 
-    fn finish(&self, masked: &[Masked], spelled: bool, facts: Facts, buffers: &mut tokens::Buffers) -> Outcome {
+    fn finish(
+        &self,
+        chat: &Chat,
+        masked: &[Masked],
+        spelled: bool,
+        facts: Facts,
+        buffers: &mut tokens::Buffers,
+    ) -> Outcome {
         let mut documents = Vec::with_capacity(masked.len());
         for part in masked {
-            match tokens::of_chat(&self.tokenizer, part, buffers) {
+            match tokens::of_chat(&self.tokenizer, part, &said::in_chat(&part.text, chat), buffers) {
                 Ok(tokens) => documents.push(Tokens { spelled, ..tokens }),
                 Err(error) => return Outcome::Dropped(error),
             }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use crate::chat::{Filled, Masked, Method, Span};
 use crate::error::Error;
 use crate::row_error::{Reason, RowError};
+use crate::said::{self, ByRole, Said};
 use crate::spec::{ControlPolicy, EndOfTurn, Spec};
 use crate::tokenizer::{Encoded, Scratch, Tokenizer, Unmarked};
 
@@ -27,6 +28,8 @@ pub struct Tokens {
     pub lost: u32,
     /// What is told of the row, in its first document.
     pub facts: Facts,
+    /// Tokens that messages of each role say; none where it is no chat.
+    pub by_role: Option<ByRole>,
 }
 
 /// What is counted of a document.
@@ -46,6 +49,8 @@ pub struct Told {
     pub lost: u32,
     /// As in [`Tokens`].
     pub facts: Facts,
+    /// As in [`Tokens`].
+    pub by_role: Option<ByRole>,
 }
 
 impl Tokens {
@@ -59,6 +64,7 @@ impl Tokens {
             method: self.method,
             lost: self.lost,
             facts: self.facts.clone(),
+            by_role: self.by_role,
         }
     }
 }
@@ -141,7 +147,8 @@ pub fn of_raw(
     }
     let spelled = !allow && [prompt.unwrap_or_default(), text].iter().any(|text| tokenizer.control().is_spelled(text));
     let weights = (weight != 1.0).then(|| vec![weight; ids.len()]);
-    Ok(Tokens { ids, trained, weights, straddling: 0, spelled, method: None, lost: 0, facts: Facts::default() })
+    let facts = Facts::default();
+    Ok(Tokens { ids, trained, weights, straddling: 0, spelled, method: None, lost: 0, facts, by_role: None })
 }
 
 /// Raw texts, each tokenised for itself, control tokens recognised: the row writes them on purpose. Begin of text is put in
@@ -177,12 +184,13 @@ pub fn of_ids(ids: Vec<u32>, trained: Vec<bool>, weight: f32) -> RowResult<Token
         return Err(untrained("no token of it is trained on"));
     }
     let weights = (weight != 1.0).then(|| vec![weight; ids.len()]);
-    let method = Some(Method::Stated);
-    Ok(Tokens { ids, trained, weights, straddling: 0, spelled: false, method, lost: 0, facts: Facts::default() })
+    let (method, facts) = (Some(Method::Stated), Facts::default());
+    Ok(Tokens { ids, trained, weights, straddling: 0, spelled: false, method, lost: 0, facts, by_role: None })
 }
 
-/// A rendered chat, exactly as the template wrote it. A token that overlaps a trained span is trained on.
-pub fn of_chat(tokenizer: &Tokenizer, masked: &Masked, buffers: &mut Buffers) -> RowResult<Tokens> {
+/// A rendered chat, exactly as the template wrote it. A token that overlaps a trained span is trained on. `said`: who says what
+/// in its text.
+pub fn of_chat(tokenizer: &Tokenizer, masked: &Masked, said: &[Said], buffers: &mut Buffers) -> RowResult<Tokens> {
     let clean = Unmarked::new(&masked.text);
     let encoded = tokenizer.encode_marked(&masked.text, &clean, buffers.scratch(tokenizer)).map_err(tokenizer_error)?;
     let spans: Vec<Span> = masked
@@ -190,7 +198,13 @@ pub fn of_chat(tokenizer: &Tokenizer, masked: &Masked, buffers: &mut Buffers) ->
         .iter()
         .map(|span| Span { start: clean.position(span.start), end: clean.position(span.end), ..*span })
         .collect();
+    let said: Vec<Said> = said
+        .iter()
+        .map(|part| Said { start: clean.position(part.start), end: clean.position(part.end), ..*part })
+        .collect();
+    let by_role = said::count(&said, encoded.offsets.len(), |index| encoded.offsets[index]);
     let mut tokens = mask(encoded.ids, encoded.offsets.into_iter(), &spans, masked.method, tokenizer);
+    tokens.by_role = Some(by_role);
     tokens.lost = masked.lost;
     tokens.facts.tools_ignored = masked.tools_ignored;
     if tokens.trained.iter().any(|bit| *bit) { Ok(tokens) } else { Err(untrained("no token of it is trained on")) }
@@ -211,21 +225,32 @@ impl Buffers {
     }
 }
 
-/// A chat that was filled in: no mark is in it, and its control tokens are the template's.
-pub fn of_filled(tokenizer: &Tokenizer, filled: &Filled, method: Method, buffers: &mut Buffers) -> RowResult<Tokens> {
-    let tokens = if tokenizer.engine().fast {
+/// A chat that was filled in: no mark is in it, and its control tokens are the template's. `said`: as in [`of_chat`].
+pub fn of_filled(
+    tokenizer: &Tokenizer,
+    filled: &Filled,
+    said: &[Said],
+    method: Method,
+    buffers: &mut Buffers,
+) -> RowResult<Tokens> {
+    let by_role;
+    let mut tokens = if tokenizer.engine().fast {
         let Buffers { scratch, ids, ends } = buffers;
         ids.clear();
         ends.clear();
         let scratch = scratch.get_or_insert_with(|| tokenizer.scratch());
         tokenizer.encode_into(&filled.text, scratch, ids, ends).map_err(tokenizer_error)?;
+        let start_of = |index: usize| index.checked_sub(1).map_or(0, |before| ends[before] as usize);
+        by_role = said::count(said, ids.len(), |index| (start_of(index), ends[index] as usize));
         let starts = std::iter::once(0).chain(ends.iter().copied());
         let ranges = starts.zip(ends.iter()).map(|(start, end)| (start as usize, *end as usize));
         mask(ids.clone(), ranges, &filled.spans, method, tokenizer)
     } else {
         let Encoded { ids, offsets } = tokenizer.encode(&filled.text).map_err(tokenizer_error)?;
+        by_role = said::count(said, ids.len(), |index| offsets[index]);
         mask(ids, offsets.into_iter(), &filled.spans, method, tokenizer)
     };
+    tokens.by_role = Some(by_role);
     if tokens.trained.contains(&true) { Ok(tokens) } else { Err(untrained("no token of it is trained on")) }
 }
 
@@ -264,5 +289,5 @@ fn mask(
     let mut last = (0..ids.len()).rev().filter(|index| trained[*index]).take(2);
     let unended = !last.any(|index| tokenizer.control().is_control(ids[index]));
     let facts = Facts { unended, ..Facts::default() };
-    Tokens { ids, trained, weights, straddling, spelled: false, method: Some(method), lost: 0, facts }
+    Tokens { ids, trained, weights, straddling, spelled: false, method: Some(method), lost: 0, facts, by_role: None }
 }

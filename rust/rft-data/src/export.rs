@@ -141,8 +141,14 @@ fn write_to(to: &Path, rows: &Rows, schema: &SchemaRef, batch: Batch, poll: Poll
     });
     match written {
         Ok(data) => Ok(Exported { file: to.to_path_buf(), bytes: data.len(), documents: 0, tokens: 0 }),
-        Err(error) => {
+        Err(mut error) => {
             let _ = fs::remove_file(&temporary);
+            if error.place == temporary.display().to_string() {
+                error.place = to.display().to_string();
+            }
+            if error.kind == Kind::Full {
+                error.remedy = "free some space, or write it to another disk (--to)".into();
+            }
             Err(error)
         }
     }

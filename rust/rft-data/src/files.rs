@@ -85,7 +85,13 @@ fn files(config: &Config, given: &str, place: &str) -> Result<Vec<PathBuf>> {
         }
         return Ok(found);
     }
-    Err(wrong(place, format!("{} does not exist", path.display())).wanted(WANTED))
+    let problem = match std::fs::symlink_metadata(&path) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => format!("cannot be looked at: {error}"),
+        Err(_) => "does not exist".into(),
+        Ok(found) if found.is_symlink() && !path.exists() => "is a link to what does not exist".into(),
+        Ok(_) => "is no ordinary file and no folder".into(),
+    };
+    Err(wrong(place, format!("{} {problem}", path.display())).wanted(WANTED))
 }
 
 fn of_folder(folder: &Path, place: &str) -> Result<Vec<PathBuf>> {

@@ -276,7 +276,7 @@ struct Prune {
     #[arg(value_name = "SET")]
     sets: Vec<String>,
     /// Also sets not used for this many days
-    #[arg(long, value_name = "DAYS")]
+    #[arg(long, value_name = "DAYS", value_parser = sets::parse_days)]
     older_than: Option<f64>,
     /// Also the least recently used sets, until the others take no more than this: 500M, 20G, 1.5T
     #[arg(long, value_name = "SIZE", value_parser = sets::parse_size)]
@@ -352,8 +352,8 @@ impl Command {
                 if export.root.json {
                     put_json(out, &written)?;
                 } else {
-                    let rows = sets::with_commas(written.documents);
-                    put(out, &format!("{}: {rows} documents, {}", export.to.display(), sets::size(written.bytes)))?;
+                    let rows = sets::counted(written.documents, "document");
+                    put(out, &format!("{}: {rows}, {}", export.to.display(), sets::size(written.bytes)))?;
                 }
                 Ok(true)
             }
@@ -404,9 +404,9 @@ fn pack_set(arguments: &Pack, out: &mut dyn Write, poll: Poll) -> Result<bool> {
         facts["file"] = json!(written.file);
         facts["bytes"] = json!(written.bytes);
         lines.push(format!(
-            "{}: {} packs, {}",
+            "{}: {}, {}",
             to.display(),
-            sets::with_commas(written.documents),
+            sets::counted(written.documents, "pack"),
             sets::size(written.bytes)
         ));
     }
@@ -516,8 +516,8 @@ fn verify_sets(arguments: &Verify, out: &mut dyn Write, poll: Poll) -> Result<bo
             told["ok"] = json!(ok);
             all.push(told);
         } else if ok {
-            let (documents, bytes) = (sets::with_commas(found.documents), sets::size(found.bytes));
-            put(out, &format!("ok       {}: {documents} documents, {bytes} read", place.display()))?;
+            let (documents, bytes) = (sets::counted(found.documents, "document"), sets::size(found.bytes));
+            put(out, &format!("ok       {}: {documents}, {bytes} read", place.display()))?;
         } else {
             for problem in &found.problems {
                 put(out, &format!("damaged  {}: {}", problem.file, problem.problem))?;

@@ -1,5 +1,6 @@
 //! What a prepared set holds: `pack`, `stats` and `cat`.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
@@ -11,7 +12,7 @@ use serde_json::{Value, json};
 use tokenizers::Tokenizer;
 use xxhash_rust::xxh3::xxh3_64;
 
-use crate::sets::{self, one_line};
+use crate::sets::{self, counted, one_line};
 
 /// Every way to pack.
 pub const PACKINGS: [&str; 5] = ["stream", "bfd", "even", "sequential", "none"];
@@ -63,29 +64,29 @@ pub fn facts_lines(plan: &Plan, options: &Options) -> Vec<String> {
     let size =
         if options.packing == "none" { String::new() } else { format!(" of {}", commas(options.seq_len.into())) };
     let mut lines = vec![format!(
-        "{} packs{size}, {:.2} % full · {} tokens, {} labels · {} documents",
-        commas(plan.num_packs() as u64),
+        "{}{size}, {:.2} % full · {}, {} · {}",
+        counted(plan.num_packs() as u64, "pack"),
         100.0 * plan.fill(),
-        commas(plan.num_tokens()),
-        commas(plan.num_label_tokens()),
-        commas(counts.documents)
+        counted(plan.num_tokens(), "token"),
+        counted(plan.num_label_tokens(), "label"),
+        counted(counts.documents, "document")
     )];
     let over = [
         (counts.split_documents, "split".to_string()),
-        (counts.truncated_documents, format!("cut, {} tokens lost", commas(counts.truncated_tokens))),
-        (counts.dropped_documents, format!("left out, {} tokens", commas(counts.dropped_tokens))),
+        (counts.truncated_documents, format!("cut, {} lost", counted(counts.truncated_tokens, "token"))),
+        (counts.dropped_documents, format!("left out, {}", counted(counts.dropped_tokens, "token"))),
     ];
     for (count, how) in over.into_iter().filter(|(count, _)| *count > 0) {
-        lines.push(format!("{} documents over seq_len {how}", commas(count)));
+        lines.push(format!("{} over seq_len {how}", counted(count, "document")));
     }
     if counts.unlabelled_tokens > 0 {
-        lines.push(format!("{} tokens of pieces without a label left out", commas(counts.unlabelled_tokens)));
+        lines.push(format!("{} of pieces without a label left out", counted(counts.unlabelled_tokens, "token")));
     }
     lines.push(format!("plan {}", plan.hash()));
     lines
 }
 
-/// Lengths, tokens by file, rows by role, and how full each way of packing is.
+/// Lengths, tokens by data set and role, rows by role, and how full each way of packing is.
 pub fn stats(store: &Arc<Store>, options: &Options) -> Result<Value> {
     let lengths: Vec<u32> = (0..store.num_documents()).map(|index| store.length(index)).collect();
     let mut sorted = lengths.clone();
@@ -122,9 +123,64 @@ pub fn stats(store: &Arc<Store>, options: &Options) -> Result<Value> {
             "mean": manifest.tokens as f64 / manifest.documents.max(1) as f64, "median": at(0.5), "p90": at(0.9),
             "p99": at(0.99), "longest": at(1.0), "histogram": bars,
         },
-        "sources": manifest.counts["sources"], "roles": manifest.counts["roles"], "seq_len": options.seq_len,
+        "sources": manifest.counts["sources"], "sets": by_set(&manifest.counts["sources"]), "roles": manifest.counts["roles"], "seq_len": options.seq_len,
         "packings": fills,
     }))
+}
+
+/// Counts of each data set: the sums over its files. `tokens_by_role` is null in sets that were prepared before it was counted.
+fn by_set(sources: &Value) -> Vec<Value> {
+    let mut sets: BTreeMap<u64, Vec<&Value>> = BTreeMap::new();
+    for source in sources.as_array().into_iter().flatten() {
+        sets.entry(source["set"].as_u64().unwrap_or_default()).or_default().push(source);
+    }
+    let told = |(set, files): (u64, Vec<&Value>)| {
+        let sum = |name: &str| files.iter().filter_map(|file| file[name].as_u64()).sum::<u64>();
+        let mut by_role = Some(BTreeMap::<&str, u64>::new());
+        for file in &files {
+            match (&mut by_role, file["tokens_by_role"].as_object()) {
+                (Some(sums), Some(own)) => {
+                    own.iter().for_each(|(role, n)| *sums.entry(role).or_default() += n.as_u64().unwrap_or_default());
+                }
+                _ => by_role = None,
+            }
+        }
+        json!({
+            "set": set, "path": files[0]["path"], "files": files.len(), "read": sum("read"), "kept": sum("kept"),
+            "tokens": sum("tokens"), "trained_tokens": sum("trained_tokens"), "tokens_by_role": by_role,
+        })
+    };
+    sets.into_iter().map(told).collect()
+}
+
+/// Names of what tokens are counted by, in the order in which they are told.
+const SAID_BY: [&str; 7] = ["system", "developer", "user", "assistant", "tool", "template", "no role"];
+
+/// Tokens by data set and role, a line a data set. `tokens`: of all.
+fn role_lines(stats: &Value) -> Vec<String> {
+    let sets = stats["sets"].as_array().map_or(&[][..], Vec::as_slice);
+    let mut lines = Vec::new();
+    for set in sets {
+        let more = set["files"].as_u64().unwrap_or(1) - 1;
+        let more = match more {
+            0 => String::new(),
+            1 => " and 1 more file".to_string(),
+            more => format!(" and {} more files", sets::with_commas(more)),
+        };
+        lines.push(format!("tokens of {}{more}", one_line(set["path"].as_str().unwrap_or_default())));
+        let Some(by_role) = set["tokens_by_role"].as_object() else {
+            lines.push(
+                "               not counted by role: the set was prepared by an earlier version; remove it with prune, and prepare it again"
+                    .to_string(),
+            );
+            continue;
+        };
+        let all = set["tokens"].as_f64().unwrap_or(0.0).max(1.0);
+        for (role, tokens) in SAID_BY.iter().filter_map(|role| Some((role, by_role.get(*role)?.as_u64()?))) {
+            lines.push(format!("{:>14} {:>5.1} % {role}", sets::with_commas(tokens), 100.0 * tokens as f64 / all));
+        }
+    }
+    lines
 }
 
 /// The same for people.
@@ -136,9 +192,9 @@ pub fn stats_lines(stats: &Value) -> Vec<String> {
     let lengths = &stats["lengths"];
     let mut lines = vec![
         format!(
-            "{} documents, {} tokens, {:.1} % trained",
-            number(&stats["documents"]),
-            number(&stats["tokens"]),
+            "{}, {}, {:.1} % trained",
+            counted(stats["documents"].as_u64().unwrap_or_default(), "document"),
+            counted(stats["tokens"].as_u64().unwrap_or_default(), "token"),
             share(&stats["trained_tokens"], &stats["tokens"])
         ),
         format!(
@@ -164,14 +220,15 @@ pub fn stats_lines(stats: &Value) -> Vec<String> {
     }
     for source in list(&stats["sources"]) {
         lines.push(format!(
-            "{:>14} tokens, {:>5.1} % trained, {} rows ({})  {}",
+            "{:>14} tokens, {:>5.1} % trained, {} ({})  {}",
             number(&source["tokens"]),
             share(&source["trained_tokens"], &source["tokens"]),
-            number(&source["read"]),
+            counted(source["read"].as_u64().unwrap_or_default(), "row"),
             source["format"].as_str().unwrap_or_default(),
             one_line(source["path"].as_str().unwrap_or_default())
         ));
     }
+    lines.extend(role_lines(stats));
     for (role, rows) in stats["roles"].as_object().into_iter().flatten() {
         lines.push(format!("{:>14} rows with a message of {role}", number(rows)));
     }

@@ -132,17 +132,17 @@ impl Made {
             (true, _) => "prepared before".to_string(),
             (false, 0) => format!("{:.1} s", self.time.as_secs_f64()),
             (false, rows) => {
-                format!("{:.1} s, behind {} rows done before", self.time.as_secs_f64(), sets::with_commas(rows))
+                format!("{:.1} s, behind {} done before", self.time.as_secs_f64(), sets::counted(rows, "row"))
             }
         };
         let mut lines = vec![
             format!(
-                "{:<8} {} rows: {} kept, {} dropped{why} · {} tokens, {share:.0} % trained · {how}",
+                "{:<8} {}: {} kept, {} dropped{why} · {}, {share:.0} % trained · {how}",
                 self.part,
-                commas("read"),
+                sets::counted(number("read"), "row"),
                 commas("kept"),
                 sets::with_commas(lost),
-                commas("tokens")
+                sets::counted(number("tokens"), "token")
             ),
             format!("{:<8} {}", "set", self.path.display()),
         ];
@@ -197,10 +197,10 @@ fn words(done: u64, total: u64, rows: u64, first: u64, time: Duration) -> String
     let rate = done.saturating_sub(first) as f64 / time.as_secs_f64().max(1e-9);
     let left = (total.saturating_sub(done) as f64 / rate.max(1.0)) as u64;
     format!(
-        "{share:3.0} %  {} of {}  {} rows  {:.1} MB/s  left {}:{:02}",
+        "{share:3.0} %  {} of {}  {}  {:.1} MB/s  left {}:{:02}",
         sets::size(done),
         sets::size(total),
-        sets::with_commas(rows),
+        sets::counted(rows, "row"),
         rate / 1e6,
         left / 60,
         left % 60

@@ -310,6 +310,19 @@ pub fn parse_size(text: &str) -> std::result::Result<u64, String> {
     }
 }
 
+/// Days, from 0 on.
+pub fn parse_days(text: &str) -> std::result::Result<f64, String> {
+    match text.trim().parse::<f64>() {
+        Ok(days) if days >= 0.0 && days.is_finite() => Ok(days),
+        _ => Err("not a number of days: 0.5, 30".into()),
+    }
+}
+
+/// `1 row`, `1,200 rows`. `noun` takes an s.
+pub fn counted(number: u64, noun: &str) -> String {
+    format!("{} {noun}{}", with_commas(number), if number == 1 { "" } else { "s" })
+}
+
 /// Bytes for people; units of 1000.
 pub fn size(bytes: u64) -> String {
     for (unit, factor) in [("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)] {
@@ -351,6 +364,9 @@ mod tests {
         assert_eq!(parse_size("500M"), Ok(500_000_000));
         assert_eq!(parse_size("1.5 tb"), Ok(1_500_000_000_000));
         assert_eq!(parse_size("17"), Ok(17));
+        assert!(["nan", "-1", "inf", "x", ""].iter().all(|text| parse_days(text).is_err()));
+        assert_eq!((parse_days("0"), parse_days(" 1.5")), (Ok(0.0), Ok(1.5)));
+        assert_eq!([0, 1, 2000].map(|n| counted(n, "row")), ["0 rows", "1 row", "2,000 rows"]);
         assert!(["", "G", "-1G", "5X", "1e40", "nan"].iter().all(|text| parse_size(text).is_err()));
         assert_eq!((size(999), size(1500), size(2_000_000_000)), ("999 B".into(), "1.5 kB".into(), "2.0 GB".into()));
         assert_eq!((with_commas(7), with_commas(1_234_567)), ("7".into(), "1,234,567".into()));

@@ -16,6 +16,10 @@ fn run(arguments: &[&str]) -> (u8, String, String) {
 }
 
 fn make(place: &Path) {
+    make_with(place, json!({}));
+}
+
+fn make_with(place: &Path, counts: Value) {
     let layout = Layout {
         key: place.file_name().unwrap().to_str().unwrap().into(),
         vocab_size: 300,
@@ -34,7 +38,7 @@ fn make(place: &Path) {
             writer.cut(json!(line)).unwrap();
         }
     }
-    writer.finish(Vec::new(), json!({}), json!({})).unwrap();
+    writer.finish(Vec::new(), counts, json!({})).unwrap();
 }
 
 #[test]
@@ -80,6 +84,67 @@ fn a_set_is_packed_and_told() {
     assert!(code == 0 && out.starts_with("20 documents, 210 tokens, 100.0 % trained\n"), "{out}");
     let (code, out, _) = run(&["completions", "bash"]);
     assert!(code == 0 && out.contains("rft-data") && out.contains("prepare"));
+}
+
+#[test]
+fn tokens_are_told_by_data_set_and_role() {
+    let folder = tempfile::tempdir().unwrap();
+    let place = folder.path().join("0".repeat(32));
+    let source = |set: u32, path: &str, tokens: u64, by_role: Value| {
+        json!({"set": set, "path": path, "read": 5, "kept": 4, "tokens": tokens, "trained_tokens": 3,
+               "tokens_by_role": by_role})
+    };
+    make_with(
+        &place,
+        json!({"sources": [
+            source(0, "/a/one.jsonl", 60, json!({"user": 20, "assistant": 30, "template": 10})),
+            source(0, "/a/two.jsonl", 100, json!({"system": 1, "user": 80, "tool": 4, "template": 15})),
+            source(1, "/b/old.jsonl", 50, Value::Null),
+        ]}),
+    );
+    let set = place.to_str().unwrap();
+    let (code, out, err) = run(&["stats", set, "--seq-len", "32", "--json"]);
+    let told: Value = serde_json::from_str(&out).unwrap_or_else(|_| panic!("{err}"));
+    assert_eq!((code, told["sets"].as_array().unwrap().len()), (0, 2));
+    assert_eq!(
+        told["sets"][0],
+        json!({"set": 0, "path": "/a/one.jsonl", "files": 2, "read": 10, "kept": 8, "tokens": 160, "trained_tokens": 6,
+               "tokens_by_role": {"system": 1, "user": 100, "assistant": 30, "tool": 4, "template": 25}})
+    );
+    assert_eq!(told["sets"][1]["tokens_by_role"], Value::Null);
+    let out = run(&["stats", set, "--seq-len", "32"]).1;
+    let from = out.find("tokens of /a/one.jsonl and 1 more file\n").unwrap_or_else(|| panic!("{out}"));
+    let lines: Vec<Vec<&str>> = out[from..].lines().skip(1).take(5).map(|l| l.split_whitespace().collect()).collect();
+    assert_eq!(lines[1], ["100", "62.5", "%", "user"]);
+    assert_eq!(lines[4], ["25", "15.6", "%", "template"]);
+    assert!(out.contains("tokens of /b/old.jsonl\n") && out.contains("not counted by role"), "{out}");
+}
+
+#[test]
+fn what_is_no_file_and_what_are_no_days_is_told_as_it_is() {
+    let folder = tempfile::tempdir().unwrap();
+    let tokenizer =
+        json!({"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}});
+    fs::write(folder.path().join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    fs::write(folder.path().join("tokenizer_config.json"), "{\"eos_token\": \"a\"}").unwrap();
+    fs::write(folder.path().join("config.json"), "{}").unwrap();
+    let (root, model) = (folder.path().join("sets"), folder.path().to_str().unwrap());
+    let root = root.to_str().unwrap();
+    let link = folder.path().join("link.jsonl");
+    std::os::unix::fs::symlink("nowhere", &link).unwrap();
+    for (path, told) in [
+        ("/dev/null", "/dev/null is no ordinary file and no folder"),
+        (link.to_str().unwrap(), "is a link to what does not exist"),
+        ("none.jsonl", "none.jsonl does not exist"),
+    ] {
+        let store = format!("data.store=\"{root}\"");
+        let (code, _, err) = run(&["prepare", "--model", model, "--data", path, "--set", &store]);
+        assert!(code == 2 && err.contains(told), "{path}: {err}");
+    }
+    for days in ["nan", "-1", "inf"] {
+        let (code, out, err) = run(&["prune", "--store", root, &format!("--older-than={days}")]);
+        assert!(code == 2 && out.is_empty() && err.contains("not a number of days"), "{days}: {err}");
+    }
 }
 
 #[test]

@@ -249,6 +249,11 @@ impl Job {
         &self.chat
     }
 
+    /// The same, when the spans are told.
+    pub fn into_chat(self) -> Chat {
+        self.chat
+    }
+
     /// What has to be rendered next; nothing when the spans can be told.
     pub fn pending(&self) -> &[Request] {
         &self.pending

@@ -8,11 +8,13 @@ use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use tar::EntryType;
+use xxhash_rust::xxh3::Xxh3;
 
-use super::stream::{READ_BYTES, Stream, broken, read_some};
+use super::parquet;
+use super::stream::{self, READ_BYTES, Stream, broken, read_some};
 use crate::error::{Error, Kind, Result};
 
 /// Members that are looked at.
@@ -29,6 +31,8 @@ pub struct Member {
     /// Bytes when unpacked, as the archive says.
     pub size: u64,
     place: Place,
+    /// xxh3-64 of its bytes, where they passed when the archive was listed (a packed tar) and all of them count.
+    hash: Option<u64>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -91,14 +95,23 @@ struct Table {
     numbers: HashMap<String, usize>,
 }
 
-/// The table of the archive asked for last is remembered: sources name one member after another.
-fn table(path: &Path) -> Result<Arc<Table>> {
+/// Path, inode, length and times of an archive.
+type State = (PathBuf, u64, u64, i64, i64, i64);
+
+fn state_of(path: &Path) -> Result<State> {
     let meta = std::fs::metadata(path).map_err(|e| Error::io(path, "opening", &e))?;
-    let state = (path.to_path_buf(), meta.ino(), meta.len(), meta.mtime(), meta.mtime_nsec(), meta.ctime_nsec());
-    let mut last = LAST.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-    if let Some((known, table)) = &*last
-        && *known == state
-    {
+    Ok((path.to_path_buf(), meta.ino(), meta.len(), meta.mtime(), meta.mtime_nsec(), meta.ctime_nsec()))
+}
+
+/// Tables of the archives asked for last, of so many members in all: sources name one member after another, and every
+/// source is asked for its size, its hash and its rows.
+static KNOWN: Mutex<Vec<(State, Arc<Table>)>> = Mutex::new(Vec::new());
+const MOST_KNOWN: usize = 4 * MOST_MEMBERS;
+
+fn table(path: &Path) -> Result<Arc<Table>> {
+    let state = state_of(path)?;
+    let mut known = KNOWN.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    if let Some((_, table)) = known.iter().find(|(other, _)| *other == state) {
         return Ok(table.clone());
     }
     let (mut members, mut numbers) = (Vec::new(), HashMap::new());
@@ -108,13 +121,84 @@ fn table(path: &Path) -> Result<Arc<Table>> {
         Ok(())
     })?;
     let table = Arc::new(Table { members, numbers });
-    *last = Some((state, table.clone()));
+    known.retain(|(other, _)| other.0 != state.0);
+    known.push((state, table.clone()));
+    let mut members: usize = known.iter().map(|(_, table)| table.members.len()).sum();
+    while members > MOST_KNOWN && known.len() > 1 {
+        members -= known.remove(0).1.members.len();
+    }
     Ok(table)
 }
 
-/// Path, inode, length and times of an archive.
-type State = (PathBuf, u64, u64, i64, i64, i64);
-static LAST: Mutex<Option<(State, Arc<Table>)>> = Mutex::new(None);
+/// The xxh3-64 of a member and its size, where the listing of the archive gave them.
+pub(super) fn hash(path: &Path, name: &str) -> Result<Option<(u64, u64)>> {
+    let member = find(path, name)?;
+    Ok(member.hash.map(|hash| (hash, member.size)))
+}
+
+/// A packed tar that is read member by member: unpacking goes on where the last one ended.
+struct Unpacking {
+    state: State,
+    /// Unpacked bytes before the next one.
+    at: u64,
+    stream: Stream,
+}
+
+static UNPACKING: Mutex<Option<Unpacking>> = Mutex::new(None);
+
+fn unpacking() -> MutexGuard<'static, Option<Unpacking>> {
+    UNPACKING.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+/// The bytes of a packed tar's member, and those that are left of the member.
+struct TarMember {
+    unpacking: Option<Unpacking>,
+    left: u64,
+    /// Whether other members come behind it.
+    goes_on: bool,
+}
+
+impl TarMember {
+    fn open(path: &Path, start: u64, size: u64) -> Result<TarMember> {
+        let state = state_of(path)?;
+        let behind = |member: &Member| matches!(member.place, Place::Tar(other) if other > start);
+        let goes_on = table(path)?.members.last().is_some_and(behind);
+        let told = |e: &io::Error| broken(&path.display().to_string(), 1, path, e);
+        let going = unpacking().take_if(|going| going.state == state && going.at <= start);
+        let mut going = match going {
+            Some(going) => going,
+            None => {
+                let file = File::open(path).map_err(|e| Error::io(path, "opening", &e))?;
+                Unpacking { state, at: 0, stream: Stream::new(Box::new(file)).map_err(|e| told(&e))? }
+            }
+        };
+        skip(&mut going.stream, start - going.at).map_err(|e| told(&e))?;
+        going.at = start;
+        Ok(TarMember { unpacking: Some(going), left: size, goes_on })
+    }
+}
+
+impl Read for TarMember {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let Some(going) = &mut self.unpacking else { return Ok(0) };
+        let most = buffer.len().min(usize::try_from(self.left).unwrap_or(usize::MAX));
+        let result = going.stream.read(&mut buffer[..most]);
+        match &result {
+            Ok(n) => (going.at, self.left) = (going.at + *n as u64, self.left - *n as u64),
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(_) => self.goes_on = false, // what comes behind is not to be trusted
+        }
+        result
+    }
+}
+
+impl Drop for TarMember {
+    fn drop(&mut self) {
+        if self.goes_on {
+            *unpacking() = self.unpacking.take();
+        }
+    }
+}
 
 /// The bytes of a member.
 pub(super) fn open(path: &Path, name: &str) -> Result<Box<dyn Read + Send>> {
@@ -123,14 +207,10 @@ pub(super) fn open(path: &Path, name: &str) -> Result<Box<dyn Read + Send>> {
     let told = |e: &io::Error| broken(&path.display().to_string(), 1, path, e);
     match member.place {
         Place::Tar(start) => {
-            let packed = Stream::new(Box::new(file)).map_err(|e| told(&e))?;
-            let input: Box<dyn Read + Send> = if packed.is_packed() {
-                let mut packed = packed;
-                skip(&mut packed, start).map_err(|e| told(&e))?;
-                Box::new(packed)
+            // Straight to the member, or its thousandth one would cost a thousand times the first.
+            let input: Box<dyn Read + Send> = if stream::is_packed(&mut file).map_err(|e| told(&e))? {
+                Box::new(TarMember::open(path, start, member.size)?)
             } else {
-                // A plain tar: straight to the member, or its thousandth one would cost a thousand times the first.
-                let mut file = File::open(path).map_err(|e| Error::io(path, "opening", &e))?;
                 file.seek(SeekFrom::Start(start)).map_err(|e| told(&e))?;
                 Box::new(file)
             };
@@ -258,7 +338,7 @@ fn visit_zip(file: File, path: &Path, see: &mut dyn FnMut(Member) -> Result<()>)
             return Err(refused(&shown, &name, "the archive does not say where it lies"));
         };
         drop(entry);
-        see(Member { name, size, place: Place::Zip { start, packed, method, crc } })?;
+        see(Member { name, size, place: Place::Zip { start, packed, method, crc }, hash: None })?;
     }
     Ok(())
 }
@@ -289,9 +369,11 @@ fn visit_tar(file: File, path: &Path, see: &mut dyn FnMut(Member) -> Result<()>)
     };
     let packed = file.metadata().map_err(|e| Error::io(path, "reading", &e))?.len();
     let stream = Stream::new(Box::new(file)).map_err(|e| told(&e))?;
+    // All of a packed tar is unpacked to list it: the hashes, which the key needs, are taken in the same pass.
+    let hashes = stream.is_packed();
     let mut archive = tar::Archive::new(stream);
     for entry in archive.entries().map_err(|e| told(&e))? {
-        let entry = entry.map_err(|e| told(&e))?;
+        let mut entry = entry.map_err(|e| told(&e))?;
         let name = match std::str::from_utf8(&entry.path_bytes()) {
             Ok(name) => name.trim_start_matches("./").to_string(),
             Err(_) => String::from_utf8_lossy(&entry.path_bytes()).into_owned(),
@@ -315,9 +397,27 @@ fn visit_tar(file: File, path: &Path, see: &mut dyn FnMut(Member) -> Result<()>)
         if size > FREE_BYTES && size / MOST_TIMES > packed {
             return Err(refused(&shown, &name, &format!("it unpacks to more than {MOST_TIMES} times the archive")));
         }
-        see(Member { name, size, place: Place::Tar(start) })?;
+        let hash = if hashes { hash_of_member(&mut entry).map_err(|e| told(&e))? } else { None };
+        see(Member { name, size, place: Place::Tar(start), hash })?;
     }
     Ok(())
+}
+
+/// The xxh3-64 of a member's bytes; none of a Parquet file, of which only some count.
+fn hash_of_member(entry: &mut impl Read) -> io::Result<Option<u64>> {
+    let mut head = Vec::with_capacity(parquet::MAGIC.len());
+    entry.take(parquet::MAGIC.len() as u64).read_to_end(&mut head)?;
+    if head == parquet::MAGIC {
+        return Ok(None);
+    }
+    let (mut hash, mut buffer) = (Xxh3::new(), vec![0; READ_BYTES]);
+    hash.update(&head);
+    loop {
+        match read_some(entry, &mut buffer)? {
+            0 => return Ok(Some(hash.digest())),
+            n => hash.update(&buffer[..n]),
+        }
+    }
 }
 
 /// A name must stay inside the folder that the archive stands for, on every system.
@@ -339,4 +439,58 @@ fn refused(shown: &str, name: &str, problem: &str) -> Error {
     Error::new(Kind::Data, shown, format!("member {name:?}: {problem}"))
         .wanted("an archive of ordinary files with names of their own")
         .remedy("unpack it with care, and give the folder of its data files")
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn packed_tar(folder: &Path, members: &[(&str, Vec<u8>)]) -> PathBuf {
+        let path = folder.join("rows.tar.gz");
+        let packed = flate2::write::GzEncoder::new(File::create(&path).unwrap(), flate2::Compression::fast());
+        let mut archive = tar::Builder::new(packed);
+        for (name, content) in members {
+            let mut header = tar::Header::new_gnu();
+            header.set_size(content.len() as u64);
+            header.set_mode(0o644);
+            archive.append_data(&mut header, name, content.as_slice()).unwrap();
+        }
+        archive.into_inner().unwrap().finish().unwrap();
+        path
+    }
+
+    fn read(path: &Path, name: &str) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        open(path, name).unwrap().read_to_end(&mut bytes).unwrap();
+        bytes
+    }
+
+    #[test]
+    fn members_of_a_packed_tar_come_in_any_order_and_in_its_own_from_one_pass() {
+        let folder = tempfile::tempdir().unwrap();
+        let content = |seed: u32| (0..100_000u32).map(|at| (at.wrapping_mul(seed) >> 7) as u8).collect::<Vec<u8>>();
+        let members = [("a", content(3)), ("b", Vec::new()), ("c", content(5)), ("d", content(7))];
+        let path = packed_tar(folder.path(), &members);
+        for order in [[0, 1, 2, 3], [3, 2, 1, 0], [2, 2, 0, 3]] {
+            for index in order {
+                assert_eq!(read(&path, members[index].0), members[index].1, "{order:?}");
+            }
+        }
+        for (name, content) in &members {
+            assert_eq!(hash(&path, name).unwrap(), Some((xxhash_rust::xxh3::xxh3_64(content), content.len() as u64)));
+        }
+        // Where the first of them ended, the next goes on; behind the last nothing is kept.
+        let state = state_of(&path).unwrap();
+        let kept = || unpacking().as_ref().filter(|going| going.state == state).map(|going| going.at);
+        read(&path, "a");
+        let Place::Tar(start) = find(&path, "a").unwrap().place else { panic!("it is a tar") };
+        assert_eq!(kept(), Some(start + 100_000));
+        let mut part = [0; 10];
+        open(&path, "c").unwrap().read_exact(&mut part).unwrap();
+        let Place::Tar(start) = find(&path, "c").unwrap().place else { panic!("it is a tar") };
+        assert!(kept() >= Some(start + 10));
+        assert_eq!(read(&path, "d"), members[3].1);
+        assert_eq!(kept(), None);
+    }
 }

@@ -5,7 +5,7 @@
 use std::io::{BufRead, Read};
 use std::path::{Path, PathBuf};
 
-use csv_core::{ReadRecordResult, ReaderBuilder};
+use serde::de::IgnoredAny;
 
 use super::stream::{Stream, broken};
 use super::{Columns, json};
@@ -17,13 +17,13 @@ pub(super) struct CsvRows {
     path: PathBuf,
     shown: String,
     input: Stream,
-    core: csv_core::Reader,
+    /// The byte between cells.
+    delimiter: u8,
     /// Line of what comes next.
     line: u64,
     /// Cells of the current record, one after another, and where each ends.
     cells: Vec<u8>,
     ends: Vec<usize>,
-    len: usize,
     /// Lines of the current record.
     lines: u64,
     /// Whether it goes over several lines with an odd number of quotes: inside a cell they are doubled.
@@ -33,21 +33,74 @@ pub(super) struct CsvRows {
     wanted: Vec<(Vec<u8>, usize, bool)>,
 }
 
+/// Where in a cell the next byte is.
+#[derive(Clone, Copy, Debug)]
+enum Place {
+    Start,
+    /// In a cell that did not begin with a quote, or behind its quotes: a quote is a sign like others.
+    Plain,
+    Quoted,
+    /// Behind a quote in a quoted cell: it ended, or the quote is one of two.
+    Quote,
+}
+
+/// Adds cells of a record to `cells` and `ends`, up to its end or that of the bytes. How many bytes are taken, and whether the
+/// record ended: with a line end (`\r` alone is one; of `\r\n` the second is left).
+fn cut(bytes: &[u8], delimiter: u8, place: &mut Place, cells: &mut Vec<u8>, ends: &mut Vec<usize>) -> (usize, bool) {
+    let mut at = 0;
+    while at < bytes.len() {
+        let byte = bytes[at];
+        match *place {
+            Place::Quoted => {
+                let end = memchr::memchr(b'"', &bytes[at..]).map_or(bytes.len(), |offset| at + offset);
+                cells.extend_from_slice(&bytes[at..end]);
+                at = end;
+                if at < bytes.len() {
+                    *place = Place::Quote;
+                    at += 1;
+                }
+                continue;
+            }
+            Place::Start if byte == b'"' => *place = Place::Quoted,
+            Place::Quote if byte == b'"' => {
+                cells.push(byte);
+                *place = Place::Quoted;
+            }
+            _ if byte == delimiter => {
+                ends.push(cells.len());
+                *place = Place::Start;
+            }
+            _ if byte == b'\n' || byte == b'\r' => {
+                ends.push(cells.len());
+                return (at + 1, true);
+            }
+            _ => {
+                let rest = &bytes[at..];
+                let end = memchr::memchr3(delimiter, b'\n', b'\r', rest).unwrap_or(rest.len());
+                cells.extend_from_slice(&rest[..end]);
+                *place = Place::Plain;
+                at += end;
+                continue;
+            }
+        }
+        at += 1;
+    }
+    (at, false)
+}
+
 impl CsvRows {
     pub(super) fn open(mut input: Stream, tabs: bool, path: &Path, shown: &str) -> Result<CsvRows> {
         if input.head().starts_with(&[0xef, 0xbb, 0xbf]) {
             input.read_exact(&mut [0; 3]).map_err(|e| broken(shown, 1, path, &e))?;
         }
-        let core = ReaderBuilder::new().delimiter(if tabs { b'\t' } else { b',' }).build();
         let mut rows = CsvRows {
             path: path.to_path_buf(),
             shown: shown.to_string(),
             input,
-            core,
+            delimiter: if tabs { b'\t' } else { b',' },
             line: 1,
-            cells: vec![0; 1 << 12],
-            ends: vec![0; 64],
-            len: 0,
+            cells: Vec::new(),
+            ends: Vec::new(),
             lines: 1,
             unclosed: false,
             names: Vec::new(),
@@ -55,7 +108,7 @@ impl CsvRows {
         };
         let place = |line: u64| format!("{shown}:{line}");
         let line = rows.next_record()?.unwrap_or(1);
-        for index in 0..rows.len {
+        for index in 0..rows.ends.len() {
             let name = std::str::from_utf8(rows.cell(index))
                 .map_err(|_| Error::new(Kind::Data, place(line), "the names of the columns are not UTF-8"))?
                 .to_string();
@@ -75,9 +128,8 @@ impl CsvRows {
 
     /// Reads on to the next record and gives the line on which it begins.
     fn next_record(&mut self) -> Result<Option<u64>> {
-        let told = |line: u64, e: &std::io::Error| broken(&self.shown, line, &self.path, e);
         loop {
-            let bytes = self.input.fill_buf().map_err(|e| told(self.line, &e))?;
+            let bytes = self.input.fill_buf().map_err(|e| broken(&self.shown, self.line, &self.path, &e))?;
             let blank = bytes.iter().take_while(|byte| matches!(byte, b'\r' | b'\n')).count();
             if blank == 0 {
                 break;
@@ -86,38 +138,42 @@ impl CsvRows {
             self.input.consume(blank);
         }
         let first = self.line;
-        let (mut filled, mut ended, mut quotes) = (0, 0, 0);
+        self.cells.clear();
+        self.ends.clear();
+        let (mut place, mut quotes) = (Place::Start, 0);
         loop {
-            let bytes = self.input.fill_buf().map_err(|e| told(self.line, &e))?;
-            let (result, taken, written, ends) =
-                self.core.read_record(bytes, &mut self.cells[filled..], &mut self.ends[ended..]);
-            let at_end = bytes.is_empty();
+            let bytes = self.input.fill_buf().map_err(|e| broken(&self.shown, self.line, &self.path, &e))?;
+            if bytes.is_empty() {
+                if matches!(place, Place::Start) && self.ends.is_empty() {
+                    return Ok(None);
+                }
+                if quotes % 2 == 1 && self.line > first {
+                    let problem = format!(
+                        "a quote that opens in this row is closed nowhere: all {} lines from here to the file's end are one cell",
+                        self.line - first
+                    );
+                    return Err(Error::new(Kind::Data, format!("{}:{first}", self.shown), problem)
+                        .wanted("cells with a quote at both ends, and quotes inside them doubled")
+                        .remedy("mend the row"));
+                }
+                self.ends.push(self.cells.len());
+                self.end_record(first, quotes);
+                return Ok(Some(first));
+            }
+            let (taken, ended) = cut(bytes, self.delimiter, &mut place, &mut self.cells, &mut self.ends);
             self.line += memchr::memchr_iter(b'\n', &bytes[..taken]).count() as u64;
             quotes += memchr::memchr_iter(b'"', &bytes[..taken]).count();
             self.input.consume(taken);
-            (filled, ended) = (filled + written, ended + ends);
-            if at_end && quotes % 2 == 1 && self.line > first {
-                let problem = format!(
-                    "a quote that opens in this row is closed nowhere: all {} lines from here to the file's end are one cell",
-                    self.line - first
-                );
-                return Err(Error::new(Kind::Data, format!("{}:{first}", self.shown), problem)
-                    .wanted("cells with a quote at both ends, and quotes inside them doubled")
-                    .remedy("mend the row"));
-            }
-            match result {
-                ReadRecordResult::InputEmpty => {}
-                ReadRecordResult::OutputFull => self.cells.resize(self.cells.len() * 2, 0),
-                ReadRecordResult::OutputEndsFull => self.ends.resize(self.ends.len() * 2, 0),
-                ReadRecordResult::Record => {
-                    self.len = ended;
-                    self.lines = (self.line - first).max(1);
-                    self.unclosed = self.lines > 1 && quotes % 2 == 1;
-                    return Ok(Some(first));
-                }
-                ReadRecordResult::End => return Ok(None),
+            if ended {
+                self.end_record(first, quotes);
+                return Ok(Some(first));
             }
         }
+    }
+
+    fn end_record(&mut self, first: u64, quotes: usize) {
+        self.lines = (self.line - first).max(1);
+        self.unclosed = self.lines > 1 && quotes % 2 == 1;
     }
 
     pub(super) fn names(&self) -> Vec<String> {
@@ -150,7 +206,7 @@ impl CsvRows {
     }
 
     fn write(&self, row: &mut Vec<u8>) {
-        let cells = self.len;
+        let cells = self.ends.len();
         if cells == 1 && self.names.len() > 1 && self.cell(0).trim_ascii().is_empty() {
             return; // a line of spaces
         }
@@ -177,7 +233,9 @@ impl CsvRows {
             row.extend_from_slice(key);
             match may_be_json {
                 true if cell.trim_ascii().is_empty() => row.extend_from_slice(b"null"),
-                true if serde_json::from_slice::<serde_json::Value>(cell).is_ok_and(|value| !value.is_string()) => {
+                true if !cell.trim_ascii_start().starts_with(b"\"")
+                    && serde_json::from_slice::<IgnoredAny>(cell).is_ok() =>
+                {
                     row.extend_from_slice(cell);
                 }
                 _ => {
@@ -197,5 +255,76 @@ impl CsvRows {
     pub(super) fn finish(self) -> Result<(u64, u64)> {
         let CsvRows { input, shown, line, path, .. } = self;
         input.finish().map_err(|e| broken(&shown, line, &path, &e))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Records as the csv-core crate cuts them.
+    fn truth(mut bytes: &[u8]) -> Vec<Vec<Vec<u8>>> {
+        let mut core = csv_core::ReaderBuilder::new().build();
+        let (mut cells, mut ends, mut records) = ([0; 256], [0; 64], Vec::new());
+        let (mut filled, mut ended) = (0, 0);
+        loop {
+            let (result, taken, written, number) = core.read_record(bytes, &mut cells[filled..], &mut ends[ended..]);
+            bytes = &bytes[taken..];
+            (filled, ended) = (filled + written, ended + number);
+            match result {
+                csv_core::ReadRecordResult::Record => {
+                    let starts = std::iter::once(0).chain(ends[..ended].iter().copied());
+                    records.push(starts.zip(&ends[..ended]).map(|(start, end)| cells[start..*end].to_vec()).collect());
+                    (filled, ended) = (0, 0);
+                }
+                csv_core::ReadRecordResult::End => return records,
+                csv_core::ReadRecordResult::InputEmpty => {}
+                _ => panic!("larger than the test's buffers"),
+            }
+        }
+    }
+
+    /// The same by `cut`, in pieces of `step` bytes.
+    fn ours(bytes: &[u8], step: usize) -> Vec<Vec<Vec<u8>>> {
+        let (mut cells, mut ends, mut place, mut records) = (Vec::new(), Vec::new(), Place::Start, Vec::new());
+        let mut put = |cells: &mut Vec<u8>, ends: &mut Vec<usize>| {
+            let starts = std::iter::once(0).chain(ends.iter().copied());
+            records.push(starts.zip(ends.iter()).map(|(start, end)| cells[start..*end].to_vec()).collect());
+            cells.clear();
+            ends.clear();
+        };
+        let mut at = 0;
+        while at < bytes.len() {
+            if matches!(place, Place::Start) && ends.is_empty() && matches!(bytes[at], b'\n' | b'\r') {
+                at += 1; // as `next_record` passes over blank lines
+                continue;
+            }
+            let piece = &bytes[at..(at + step).min(bytes.len())];
+            let (taken, ended) = cut(piece, b',', &mut place, &mut cells, &mut ends);
+            at += taken;
+            if ended {
+                put(&mut cells, &mut ends);
+                place = Place::Start;
+            }
+        }
+        if !matches!(place, Place::Start) || !ends.is_empty() {
+            ends.push(cells.len());
+            put(&mut cells, &mut ends);
+        }
+        records
+    }
+
+    #[test]
+    fn records_are_those_of_csv_core() {
+        let mut state = 7u64;
+        let mut pick = |below: u64| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 33) % below
+        };
+        for _ in 0..5_000 {
+            let bytes: Vec<u8> = (0..pick(40)).map(|_| b"ab\"\",,\n\r "[pick(9) as usize]).collect();
+            let step = 1 + pick(6) as usize;
+            assert_eq!(ours(&bytes, step), truth(&bytes), "{:?} by {step}", String::from_utf8_lossy(&bytes));
+        }
     }
 }

@@ -194,6 +194,11 @@ impl ColumnRows {
 /// need and the footer count; of everything else all bytes (those of the member, unpacked, inside an archive).
 pub fn hash(source: &Source) -> Result<(u64, u64)> {
     let path = Path::new(&source.path);
+    if let Some(name) = &source.member
+        && let Some(known) = archive::hash(path, name)?
+    {
+        return Ok(known);
+    }
     let mut raw = raw(source)?;
     let head = head(&mut raw).map_err(|e| broken(source.shown(), 1, path, &e))?;
     if head.starts_with(parquet::MAGIC) {
@@ -213,9 +218,10 @@ pub fn size(source: &Source) -> u64 {
     }
 }
 
-/// The source as a file of this disk, fetched if it is not one. `poll` ends the wait by its error.
-pub fn local(source: &Source, poll: &dyn Fn() -> Result<()>) -> Result<Source> {
-    let Some(remote) = &source.remote else { return Ok(source.clone()) };
+/// The source as a file of this disk, fetched if it is not one, and what to hold while a fetched one is read: its room in the
+/// cache is not given to others before. `poll` ends the wait by its error.
+pub fn local(source: &Source, poll: &dyn Fn() -> Result<()>) -> Result<(Source, Option<std::fs::File>)> {
+    let Some(remote) = &source.remote else { return Ok((source.clone(), None)) };
     let path = fetch_one(remote, poll)?;
     let name = source.name.clone().unwrap_or_else(|| remote.url.clone());
     let bytes = std::fs::metadata(&path).map_or(0, |found| found.len());
@@ -223,8 +229,17 @@ pub fn local(source: &Source, poll: &dyn Fn() -> Result<()>) -> Result<Source> {
         let problem = format!("it has {bytes} bytes now, and had {} when the run began", remote.bytes);
         return Err(Error::new(Kind::Data, name, problem).remedy("train on data that nothing writes to"));
     }
+    let in_use = in_use(&path);
     let path = path.to_string_lossy().into_owned();
-    Ok(Source { path, remote: None, name: Some(name), ..source.clone() })
+    Ok((Source { path, remote: None, name: Some(name), ..source.clone() }, in_use))
+}
+
+#[cfg(feature = "remote")]
+use remote::in_use;
+
+#[cfg(not(feature = "remote"))]
+fn in_use(_: &Path) -> Option<std::fs::File> {
+    None
 }
 
 #[cfg(feature = "remote")]

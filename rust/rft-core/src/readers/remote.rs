@@ -116,8 +116,6 @@ pub fn fetch(urls: &[String], cache: &FilePath, limit: u64, progress: Progress) 
 }
 
 fn runtime() -> Result<tokio::runtime::Runtime> {
-    // A second call finds it set, which is as good.
-    let _ = rustls::crypto::ring::default_provider().install_default();
     tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
@@ -130,6 +128,8 @@ fn is_web(url: &str) -> bool {
 
 impl Place {
     fn of(url: &str) -> Result<Place> {
+        // Stores make their client at once, which needs it. A second call finds it set, which is as good.
+        let _ = rustls::crypto::ring::default_provider().install_default();
         let bad = |problem: String| {
             Error::new(Kind::Data, url, problem)
                 .wanted("s3://bucket/key, gs://bucket/key, az://container/key or https://...")
@@ -347,8 +347,7 @@ fn hash_in(file: &FilePath) -> String {
 fn lock(path: &FilePath) -> Result<File> {
     let io = |e: io::Error| Error::io(path, "locking", &e);
     let file = OpenOptions::new().create(true).truncate(false).write(true).open(path).map_err(io)?;
-    // SAFETY: flock takes the descriptor of an open file and touches no memory.
-    while unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX) } != 0 {
+    while !flock(&file, libc::LOCK_EX) {
         let error = io::Error::last_os_error();
         if error.kind() != io::ErrorKind::Interrupted {
             return Err(io(error));
@@ -373,7 +372,22 @@ fn touch(file: &FilePath) {
     }
 }
 
-/// Removes the files used longest ago until no more than `most` bytes are left, but none of `kept` (hashes), which count too.
+/// Keeps a cached file from being removed for others until what is returned is dropped. None where the system does not say.
+pub(super) fn in_use(file: &FilePath) -> Option<File> {
+    let file = File::open(file).ok()?;
+    flock(&file, libc::LOCK_SH | libc::LOCK_NB).then_some(file)
+}
+
+fn flock(file: &File, how: libc::c_int) -> bool {
+    // SAFETY: flock takes the descriptor of an open file and touches no memory.
+    unsafe { libc::flock(file.as_raw_fd(), how) == 0 }
+}
+
+/// Removes the files used longest ago until no more than `most` bytes are left, but none of `kept` (hashes) and none that is
+/// being read, which count too.
+///
+/// # Errors
+/// It cannot be, because of files that are being read.
 fn make_room(cache: &FilePath, most: u64, kept: &HashSet<String>) -> Result<()> {
     let mut files = Vec::new();
     for entry in fs::read_dir(cache).map_err(|e| Error::io(cache, "reading", &e))?.flatten() {
@@ -387,6 +401,7 @@ fn make_room(cache: &FilePath, most: u64, kept: &HashSet<String>) -> Result<()> 
     }
     files.sort();
     let mut held: u64 = files.iter().map(|(_, size, _)| size).sum();
+    let (mut reading, mut bytes_reading) = (0, 0);
     for (_, size, path) in files {
         if held <= most {
             break;
@@ -396,8 +411,11 @@ fn make_room(cache: &FilePath, most: u64, kept: &HashSet<String>) -> Result<()> 
         }
         // One that another process fetches now is not for us to remove.
         if let Ok(lock) = OpenOptions::new().create(true).truncate(false).write(true).open(beside(&path, "lock")) {
-            // SAFETY: as above.
-            if unsafe { libc::flock(lock.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) } != 0 {
+            if !flock(&lock, libc::LOCK_EX | libc::LOCK_NB) {
+                continue;
+            }
+            if File::open(&path).is_ok_and(|file| !flock(&file, libc::LOCK_EX | libc::LOCK_NB)) {
+                (reading, bytes_reading) = (reading + 1, bytes_reading + size);
                 continue;
             }
             if fs::remove_file(&path).is_ok() {
@@ -405,6 +423,15 @@ fn make_room(cache: &FilePath, most: u64, kept: &HashSet<String>) -> Result<()> 
             }
             let _ = fs::remove_file(beside(&path, "json"));
         }
+    }
+    if held > most && reading > 0 {
+        let problem = format!(
+            "there is no room for the next file beside those that are being read: {reading} with {}",
+            gigabytes(bytes_reading)
+        );
+        return Err(Error::new(Kind::Data, cache.display().to_string(), problem)
+            .wanted("room for the largest file of each data set that is streamed, all at once")
+            .remedy("raise data.cache_gb, or put the files of several data sets into one"));
     }
     Ok(())
 }

@@ -1,6 +1,6 @@
 //! Bytes of a file or of an archive's member, unpacked as they come: gzip and zstd are told by their first bytes.
 
-use std::io::{self, BufRead, BufReader, Read};
+use std::io::{self, BufRead, BufReader, Read, Seek};
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -11,6 +11,8 @@ use crate::error::{Error, Kind, Result};
 pub(crate) const READ_BYTES: usize = 1 << 18;
 /// What is looked at to tell what a file is: a header of tar.
 const HEAD_BYTES: u64 = 512;
+const GZIP: [u8; 2] = [0x1f, 0x8b];
+const ZSTD: [u8; 4] = [0x28, 0xb5, 0x2f, 0xfd];
 
 /// Hash and count of the (compressed) bytes, taken as they pass.
 #[derive(Default)]
@@ -52,9 +54,9 @@ impl Stream {
         let tap = Arc::new(Mutex::new(Tap::default()));
         let mut raw = BufReader::with_capacity(READ_BYTES, Tapped { raw, tap: tap.clone() });
         let magic = fill(&mut raw)?;
-        let (mut input, packed): (Box<dyn Read + Send>, bool) = if magic.starts_with(&[0x1f, 0x8b]) {
+        let (mut input, packed): (Box<dyn Read + Send>, bool) = if magic.starts_with(&GZIP) {
             (Box::new(flate2::bufread::MultiGzDecoder::new(raw)), true)
-        } else if magic.starts_with(&[0x28, 0xb5, 0x2f, 0xfd]) {
+        } else if magic.starts_with(&ZSTD) {
             (Box::new(zstd::stream::read::Decoder::with_buffer(raw)?), true)
         } else {
             (Box::new(raw), false)
@@ -106,6 +108,14 @@ impl BufRead for Stream {
     }
 }
 
+/// Whether a file begins as gzip or zstd does; it is at its start before and after.
+pub(crate) fn is_packed(file: &mut (impl Read + Seek)) -> io::Result<bool> {
+    let mut magic = Vec::with_capacity(4);
+    file.take(4).read_to_end(&mut magic)?;
+    file.rewind()?;
+    Ok(magic.starts_with(&GZIP) || magic.starts_with(&ZSTD))
+}
+
 fn fill<R: Read>(input: &mut BufReader<R>) -> io::Result<&[u8]> {
     while let Err(error) = input.fill_buf() {
         if error.kind() != io::ErrorKind::Interrupted {
@@ -127,15 +137,19 @@ pub(crate) fn read_some(input: &mut impl Read, buffer: &mut [u8]) -> io::Result<
 
 /// A failure while reading, as a fault of the data where the bytes are wrong.
 pub(crate) fn broken(shown: &str, line: u64, path: &Path, error: &io::Error) -> Error {
+    let unpacking = error.raw_os_error().is_none(); // zstd says "other" of what it cannot unpack
     match error.kind() {
-        io::ErrorKind::InvalidData | io::ErrorKind::InvalidInput | io::ErrorKind::UnexpectedEof => Error::new(
-            Kind::Data,
-            format!("{shown}:{line}"),
-            format!("the compressed file is damaged or cut short: {error}"),
-        )
-        .remedy("fetch or write the file again"),
+        io::ErrorKind::InvalidData | io::ErrorKind::InvalidInput | io::ErrorKind::UnexpectedEof => {
+            damaged(shown, line, error)
+        }
+        io::ErrorKind::Other if unpacking => damaged(shown, line, error),
         _ => Error::io(path, "reading", error),
     }
+}
+
+fn damaged(shown: &str, line: u64, error: &io::Error) -> Error {
+    let problem = format!("the compressed file is damaged or cut short: {error}");
+    Error::new(Kind::Data, format!("{shown}:{line}"), problem).remedy("fetch or write the file again")
 }
 
 /// xxh3-64 and length of the bytes of a reader. `shown`: how messages call what it reads from `path`.
