@@ -2,8 +2,7 @@
 
 T tokens, K inputs, N outputs. x ~ q * scale with one fp32 scale a row, the row's largest value over 448. A weight is quantised once,
 in both layouts, since the product needs its second operand with the summed dim contiguous: by row of (N, K) for x @ W.T, by row of
-(K, N) for dy @ W. Together they take the bytes of bf16. Sums in fp32; the forward product with the tensor cores' fast accumulation,
-the backward one without. A step of other ops' passes: nothing here has a gradient.
+(K, N) for dy @ W. Together they take the bytes of bf16. Sums in fp32, with the tensor cores' fast accumulation. A step of other ops' passes: nothing here has a gradient.
 Off CUDA the same numbers are multiplied in fp32 (tests).
 """
 
@@ -21,6 +20,7 @@ from rft.kernels import launch
 
 DTYPE = torch.float8_e4m3fn
 LARGEST = 448.0
+FAST_ACCUMULATION = True
 BLOCK = 4096
 
 
@@ -235,20 +235,20 @@ def joined_columns(weights: Sequence[Weight]) -> Tensor | None:
 
 def product(q: Tensor, scale: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """(T, N) = (q * scale) @ W.T + bias."""
-    y = _scaled(q, scale, weight.by_row, weight.row_scale, dtype, fast=True)
+    y = _scaled(q, scale, weight.by_row, weight.row_scale, dtype)
     return y if bias is None else y.add_(bias.to(dtype))
 
 
 def product_back(q: Tensor, scale: Tensor, columns: Tensor, column_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """(T, K) = (q * scale) @ W, for a gradient of the output. columns: (K, N), of one weight or joined."""
-    return _scaled(q.contiguous(), scale, columns.contiguous(), column_scale, dtype, fast=False)
+    return _scaled(q.contiguous(), scale, columns.contiguous(), column_scale, dtype)
 
 
-def _scaled(q: Tensor, scale: Tensor, other: Tensor, other_scale: Tensor, dtype: torch.dtype, *, fast: bool) -> Tensor:
+def _scaled(q: Tensor, scale: Tensor, other: Tensor, other_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """(M, N) of q (M, K) and other (N, K), both by row."""
     if q.is_cuda:
         return torch._scaled_mm(
-            q, other.t(), scale_a=scale, scale_b=other_scale.t(), out_dtype=dtype, use_fast_accum=fast
+            q, other.t(), scale_a=scale, scale_b=other_scale.t(), out_dtype=dtype, use_fast_accum=FAST_ACCUMULATION
         )
     return ((q.float() * scale) @ (other.float() * other_scale).t()).to(dtype)
 

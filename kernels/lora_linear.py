@@ -28,7 +28,13 @@ from torch.autograd.function import once_differentiable
 from rft.kernels import fp8, int8, nf4
 from rft.kernels.dropout import add_dropped, draw_seeds, dropped
 from rft.kernels.lora import lowrank_gradients
-from rft.kernels.lora_swiglu import MAX_RANK, LowRank, lora_gated_activation, lora_gated_activation_backward
+from rft.kernels.lora_swiglu import (
+    MAX_INNER_RANK,
+    MAX_RANK,
+    LowRank,
+    lora_gated_activation,
+    lora_gated_activation_backward,
+)
 from rft.kernels.swiglu import Activation, gated_activation, gated_activation_backward, gated_activation_reference
 
 Packed = fp8.Weight | nf4.Weight | int8.Weight
@@ -329,10 +335,11 @@ def _backward(
     linears: Sequence[FrozenLinear],
     seeds: Tensor | None,
     need_rows: bool,
+    of_B: tuple[Tensor | None, list[Tensor | None]] | None = None,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """(gradient of the rows, those of every tensor as `_flatten` orders them). S, A: of `_inner`."""
+    """(gradient of the rows, those of every tensor as `_flatten` orders them). S, A: of `_inner`. of_B: `_gradients_of_B`, where it is known."""
     branches = _branches(linears)
-    dS, dBs = _gradients_of_B(dys, S, linears)
+    dS, dBs = _gradients_of_B(dys, S, linears) if of_B is None else of_B
     d_rows: Tensor | None = None
     if need_rows:
         late = any(isinstance(linear.weight, fp8.Weight) for linear in linears)  # its product adds to nothing
@@ -399,9 +406,9 @@ class _LoraGatedMlp(torch.autograd.Function):
         rows, S, A, g, u, gate_right, up_right, S_down, A_down, seeds, seeds_down, *flat = ctx.saved_tensors
         gate, up, down = _unflatten(ctx.layouts, flat)
         dy = _rows(dy)
-        # dh first, without what needs h: then one kernel reads gate and up and gives h and both of their gradients
+        # dh first, without what needs h: then one kernel reads gate and up and gives both of their gradients and what h was wanted for
         dS_down, dBs = _gradients_of_B((dy,), S_down, (down,))
-        want_h = dS_down is not None
+        h = product = inner = None
         if ctx.fused:
             dh, d_branch = _add_back(None, dy, down.weight), None
             if dS_down is not None and A_down is not None:
@@ -411,23 +418,37 @@ class _LoraGatedMlp(torch.autograd.Function):
             rank = 0 if gate_right is None else gate_right.shape[1]
             gate_branch = None if gate_right is None else LowRank(S[:, :rank], gate_right)
             up_branch = None if up_right is None else LowRank(S[:, rank:], up_right)
-            h, dg, du = lora_gated_activation_backward(
-                dh, g, u, d_branch, gate_branch, up_branch, ctx.activation, want_output=want_h
-            )
+            dg, du, h, product, dS, gate_B, up_B = lora_gated_activation_backward(
+                dh, g, u, d_branch, gate_branch, up_branch, ctx.activation,
+                want_output=dS_down is not None and d_branch is None, want_product=d_branch is not None,
+                scales=_scales_of_one_each(gate, up),
+            )  # fmt: skip
+            inner = None if dS is None else (dS, [gate_B, up_B])
         else:
             late = isinstance(down.weight, fp8.Weight)  # its product adds to nothing
             begun = None if late else _add_low_rank(None, dS_down, A_down, down.branches, seeds_down)
             dh = _add_back(begun, dy, down.weight)
             if late:
                 _add_low_rank(dh, dS_down, A_down, down.branches, seeds_down)
-            h, dg, du = gated_activation_backward(dh, g, u, ctx.activation, want_output=want_h)
+            h, dg, du = gated_activation_backward(dh, g, u, ctx.activation, want_output=dS_down is not None)
         del dh
-        dAs = [] if h is None else _gradients_of_A(dS_down, h, down.branches, seeds_down)
+        if product is not None:
+            dAs: list[Tensor | None] = [*product.split([b.A.shape[0] for b in down.branches])]
+        else:
+            dAs = [] if h is None else _gradients_of_A(dS_down, h, down.branches, seeds_down)
         flat_down = _flat_gradients((dy,), (down,), dAs, dBs)
         del h
-        d_rows, flat = _backward((dg, du), rows, S, A, (gate, up), seeds, ctx.needs_input_grad[0])
+        d_rows, flat = _backward((dg, du), rows, S, A, (gate, up), seeds, ctx.needs_input_grad[0], inner)
         d_x = None if d_rows is None else d_rows.view(ctx.shape)
         return d_x, None, None, None, None, *flat, *flat_down
+
+
+def _scales_of_one_each(gate: FrozenLinear, up: FrozenLinear) -> tuple[float, float] | None:
+    """Scales of gate's and up's branches, where each has one of a rank whose gradients the activation's kernel makes."""
+    each = [linear.branches[0] for linear in (gate, up) if len(linear.branches) == 1]
+    if len(each) < 2 or max(b.A.shape[0] for b in each) > MAX_INNER_RANK:
+        return None
+    return each[0].scale, each[1].scale
 
 
 def _fused_ranks(inner: Sequence[FrozenLinear], down: FrozenLinear) -> bool:

@@ -191,17 +191,32 @@ def lora_swiglu_tiles() -> None:
     timed("one branch added by a product", lambda: added(gate, g))
     timed("activation", lambda: swiglu.gated_activation(gate, up))
     timed("activation backward", lambda: swiglu.gated_activation_backward(grad, gate, up, want_output=True))
+    timed("both gradients of one branch", lambda: lora.lowrank_gradients(gate, g.left, g.right))
     timed("quantise", lambda: fp8.quantise_rows(gate))
     calls: dict[str, Callable[[], object]] = {
         "forward": lambda: lora_swiglu.lora_gated_activation(gate, up, g, u),
         "backward": lambda: lora_swiglu.lora_gated_activation_backward(grad, gate, up, d, g, u, want_output=True),
+        "backward, product for output": lambda: lora_swiglu.lora_gated_activation_backward(
+            grad, gate, up, d, g, u, want_product=True
+        ),
+        "backward, all": lambda: lora_swiglu.lora_gated_activation_backward(
+            grad, gate, up, d, g, u, want_product=True, scales=(1.0, 1.0)
+        ),
     }
-    for rows, columns, warps in (
-        (64, 128, 8), (64, 128, 4), (64, 64, 4), (32, 128, 4), (32, 256, 8), (128, 64, 4), (128, 128, 8), (16, 256, 4), (64, 256, 8),
+    for rows, columns, warps, stages, programs in (
+        (32, 128, 4, 2, 8), (32, 128, 4, 3, 8), (64, 64, 4, 2, 8), (64, 64, 4, 3, 4), (16, 128, 4, 3, 8), (16, 128, 2, 2, 16),
+        (32, 64, 2, 3, 16), (64, 128, 8, 3, 4), (128, 64, 8, 3, 4),
     ):  # fmt: skip
-        with constants(lora_swiglu, BLOCK_T=rows, BLOCK_N=columns, NUM_WARPS=warps):
+        options = {
+            "ROWS_FORWARD": rows,
+            "ROWS_BACKWARD": rows,
+            "BLOCK_N": columns,
+            "NUM_WARPS": warps,
+            "PROGRAMS_PER_MULTIPROCESSOR": programs,
+        }
+        with constants(lora_swiglu, **options, STAGES_FORWARD=stages, STAGES_BACKWARD=stages, SHARED_BYTES=1 << 30):
             for which, call in calls.items():
-                timed(f"{rows}x{columns} warps {warps} {which}", call)
+                timed(f"{rows}x{columns} warps {warps} stages {stages} programs {programs} {which}", call)
 
 
 def adamw_blocks() -> None:

@@ -403,3 +403,15 @@ def test_batches_on_a_busy_gpu_are_those_of_the_cpu(chats):
         got.append(step)
     assert all(batch.input_ids.is_cuda for step in got for batch in step)
     assert stream(got) == wanted
+
+
+@pytest.mark.gpu
+def test_a_batch_copied_to_the_host_is_there_when_it_is_read(chats):
+    wanted = stream(loader(chats, seq_len=200, device="cpu").steps(0, 1))
+    busy = torch.randn(8192, 8192, device="cuda")
+    got = []
+    for step in loader(chats, seq_len=200, device="cuda").steps(0, 1):
+        for _ in range(20):
+            busy = busy @ busy * 1e-4  # a copy that is not waited for lies behind these
+        got.append([batch.to("cpu") for batch in step])
+    assert stream(got) == wanted

@@ -11,7 +11,7 @@ from rft.kernels.lora_swiglu import (
     lora_gated_activation_reference,
 )
 from rft.kernels.swiglu import ACTIVATIONS, gated_activation
-from support.close import assert_no_worse
+from support.close import assert_close_fp32, assert_no_worse
 
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 RANKS = [(4, 16, 0), (0, 0, 5), (64, 20, 16), (1, 0, 0)]
@@ -61,18 +61,43 @@ def test_output_and_gradients_match_the_reference(device, shape, ranks, activati
     truth = through_autograd(gate.float(), up.float(), grad.float(), *(widened(b) for b in branches), activation, plain)
     eager = through_autograd(gate, up, grad, *branches, activation, plain)
     y = lora_gated_activation(gate, up, gate_branch, up_branch, activation)
-    again, d_gate, d_up = lora_gated_activation_backward(
-        grad, gate, up, grad_branch, gate_branch, up_branch, activation, want_output=True
+    with_product = grad_branch is not None
+    d_gate, d_up, again, product, *_ = lora_gated_activation_backward(
+        grad, gate, up, grad_branch, gate_branch, up_branch, activation, want_output=True, want_product=with_product
     )
     assert torch.equal(y, again)
     for name, g, p, t in zip(("output", "gate", "up"), (y, d_gate, d_up), eager, truth, strict=True):
         assert_no_worse(g, p, t, what=name)
-    none, d_gate_too, d_up_too = lora_gated_activation_backward(
+    if with_product:  # exact products of the inputs, fp32 sums
+        assert product.dtype == torch.float32
+        assert_close_fp32(product, grad_branch.left.float().t() @ y.float(), 1e-5, what="product")
+    d_gate_too, d_up_too, *nothing = lora_gated_activation_backward(
         grad, gate, up, grad_branch, gate_branch, up_branch, activation
     )
-    assert none is None
+    assert nothing == [None] * 5
     assert torch.equal(d_gate, d_gate_too)
     assert torch.equal(d_up, d_up_too)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("ranks", [(4, 16, 7), (16, 1, 16), (0, 5, 9)], ids=str)
+@pytest.mark.parametrize("shape", [(70, 200), (3, 17), (200, 300)], ids=str)
+def test_gradients_of_the_branches_are_those_of_the_gradients_that_are_given(device, shape, ranks, dtype):
+    gate, up, grad, branches = drawn(*shape, ranks, dtype, device)
+    product = ranks[0] > 0
+    got = lora_gated_activation_backward(grad, gate, up, *branches, want_product=product, scales=(0.5, 1.5))
+    alone = lora_gated_activation_backward(grad, gate, up, *branches, want_output=True)
+    assert torch.equal(got.gate, alone.gate)
+    assert torch.equal(got.up, alone.up)
+    each = list(zip((got.gate, got.up), branches[1:], (0.5, 1.5), (got.gate_B, got.up_B), strict=True))
+    for dy, branch_, scale, dB in each:  # exact products of the inputs, fp32 sums
+        assert_close_fp32(dB, scale * dy.float().t() @ branch_.left.float(), 1e-5, what="B")
+    if product:
+        assert_close_fp32(got.product, branches[0].left.float().t() @ alone.y.float(), 1e-5, what="product")
+    truth = torch.cat([dy.float() @ b.right.float() for dy, b, *_ in each], dim=1)
+    assert_no_worse(got.s, torch.cat([dy @ b.right for dy, b, *_ in each], dim=1), truth, what="s")
+    again = lora_gated_activation_backward(grad, gate, up, *branches, want_product=product, scales=(0.5, 1.5))
+    assert all(a is b or torch.equal(a, b) for a, b in zip(got, again, strict=True))
 
 
 def test_views_of_wider_tensors_give_the_same_and_what_lies_beside_them_is_not_read(device):
@@ -86,7 +111,7 @@ def test_views_of_wider_tensors_give_the_same_and_what_lies_beside_them_is_not_r
     assert torch.equal(lora_gated_activation(wide[:, 40:80], up, viewed, None), expected)
     got = lora_gated_activation_backward(grad.t().contiguous().t(), wide[:, 40:80], up, None, viewed, None)
     wanted = lora_gated_activation_backward(grad, gate, up, None, gate_branch, None)
-    for g, w in zip(got[1:], wanted[1:], strict=True):
+    for g, w in zip(got[:2], wanted[:2], strict=True):
         assert torch.equal(g, w)
 
 
@@ -98,8 +123,13 @@ def test_without_branches_it_is_the_gated_activation(device):
 def test_no_rows(device):
     gate, up, grad, branches = drawn(0, 8, (2, 2, 2), torch.float32, device)
     assert lora_gated_activation(gate, up, *branches[1:]).shape == (0, 8)
-    y, d_gate, d_up = lora_gated_activation_backward(grad, gate, up, *branches, want_output=True)
-    assert y.shape == d_gate.shape == d_up.shape == (0, 8)
+    got = lora_gated_activation_backward(
+        grad, gate, up, *branches, want_output=True, want_product=True, scales=(1.0, 1.0)
+    )
+    assert got.y.shape == got.gate.shape == got.up.shape == (0, 8)
+    assert got.s.shape == (0, 4)
+    for sums, shape in ((got.product, (2, 8)), (got.gate_B, (8, 2)), (got.up_B, (8, 2))):
+        assert torch.equal(sums, torch.zeros(shape, device=device))
 
 
 def test_wrong_arguments_are_refused_by_name(device):
@@ -110,6 +140,11 @@ def test_wrong_arguments_are_refused_by_name(device):
         lora_gated_activation(gate, up[:3], fit, None)
     with pytest.raises(ValueError, match="wanted \\(6, r\\) and \\(8, r\\)"):
         lora_gated_activation(gate, up, LowRank(fit.left[:5], fit.right), None)
+    grad = torch.ones_like(gate)
+    with pytest.raises(ValueError, match="a branch that is not there"):
+        lora_gated_activation_backward(grad, gate, up, None, fit, None, want_product=True)
+    with pytest.raises(ValueError, match="branches that are not there"):
+        lora_gated_activation_backward(grad, gate, up, None, fit, None, scales=(1.0, 1.0))
     wide = branch(MAX_RANK + 1, 6, 8, torch.float32, device)
     with pytest.raises(ValueError, match=f"r from 1 to {MAX_RANK}"):
         lora_gated_activation(gate, up, None, wide)
@@ -121,7 +156,9 @@ def test_registered_ops_pass_opcheck(device):
     checks = ("test_schema", "test_faketensor")  # they are steps of other ops: no gradient
     torch.library.opcheck(_lora_gated_activation, (gate, up, *g, *u, "silu"), test_utils=checks)
     torch.library.opcheck(
-        _lora_gated_activation_backward, (grad, gate, up, *d, *g, None, None, "silu", True), test_utils=checks
+        _lora_gated_activation_backward,
+        (grad, gate, up, *d, *g, None, None, "silu", True, True, False, 0.0, 0.0),
+        test_utils=checks,
     )
 
 
@@ -140,9 +177,10 @@ def test_the_last_row_past_2_to_the_31_equals_the_same_row_alone(device):
 @pytest.mark.gpu
 def test_the_host_never_waits(device):
     gate, up, grad, branches = drawn(64, 512, (16, 16, 16), torch.bfloat16, device)
-    lora_gated_activation_backward(grad, gate, up, *branches, want_output=True)
+    wanted = {"want_output": True, "want_product": True, "scales": (1.0, 1.0)}
+    lora_gated_activation_backward(grad, gate, up, *branches, **wanted)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        lora_gated_activation_backward(grad, gate, up, *branches, want_output=True)
+        lora_gated_activation_backward(grad, gate, up, *branches, **wanted)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -165,6 +165,7 @@ def test_states_elsewhere_give_the_same_weights(where, in_backward, tmp_path: Pa
 
 @pytest.mark.parametrize("paged", [False, True])
 def test_8_bit_moments_follow_the_fp32_ones(paged):
+    pytest.importorskip("bitsandbytes")
     moved = []
     for config in (AdamWConfig(lr=1e-3), AdamW8bitConfig(lr=1e-3, paged=paged)):
         layers = model()

@@ -32,18 +32,17 @@ def documents(batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
             yield batch.input_ids[0, start:end], labels
 
 
-def rows_of_equal_length(batches: Sequence[Batch], most_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """(ids, labels) [rows, length] of every document of these packs; those of one length share a forward, which needs no padding
-    and no mask, up to `most_tokens` in one."""
-    by_length: dict[int, list[tuple[Tensor, Tensor]]] = {}
-    for batch in batches:
-        for ids, labels in documents(batch):
-            by_length.setdefault(len(ids), []).append((ids, labels))
-    for length, found in sorted(by_length.items()):
-        at_once = max(1, most_tokens // length)
-        for start in range(0, len(found), at_once):
-            part = found[start : start + at_once]
-            yield torch.stack([ids for ids, _ in part]), torch.stack([labels for _, labels in part])
+def padded_rows(batches: Sequence[Batch], most_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """(ids, labels) [rows, longest] of every document of these packs, the longest first, filled up at the right, `most_tokens` with that at
+    most in one. No real token sees what it is filled up with, which has no labels: attention is causal."""
+    found = sorted((pair for batch in batches for pair in documents(batch)), key=lambda pair: -len(pair[0]))
+    while found:
+        longest = len(found[0][0])
+        part, found = found[: max(1, most_tokens // longest)], found[max(1, most_tokens // longest) :]
+        ids, labels = torch.zeros(len(part), longest, dtype=torch.int64), torch.full((len(part), longest), -100)
+        for row, (own, own_labels) in enumerate(part):
+            ids[row, : len(own)], labels[row, : len(own)] = own, own_labels
+        yield ids, labels
 
 
 def train_reference(
@@ -61,8 +60,8 @@ def train_reference(
     """Train in fp32 on the packs of `steps`, unpacked again, at the given rates.
 
     lora: keyword arguments of PEFT's LoraConfig, None = full fine-tuning. initial: adapter weights to start from, by the
-    names that `PeftModel.named_parameters()` gives. most_tokens: documents of equal length share a forward of so many tokens;
-    1 = every document alone. Nothing waits for the device inside a run: losses and norms are read at its end.
+    names that `PeftModel.named_parameters()` gives. most_tokens: documents share a forward of so many tokens, filled up
+    at the right; 1 = every document alone. Nothing waits for the device inside a run: losses and norms are read at its end.
     """
     from transformers import AutoModelForCausalLM
 
@@ -87,7 +86,7 @@ def train_reference(
         on_host = [batch.to("cpu") for batch in micro_batches]
         total = sum(int((batch.labels != -100).sum()) for batch in on_host)
         loss = torch.zeros((), dtype=torch.float64, device=device)
-        for ids, labels in rows_of_equal_length(on_host, most_tokens):
+        for ids, labels in padded_rows(on_host, most_tokens):
             logits = model(input_ids=ids.to(device), use_cache=False).logits.float()
             targets = labels.to(device).flatten()
             part = (

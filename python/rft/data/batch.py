@@ -51,7 +51,9 @@ class Batch:
         return torch.repeat_interleave(index, lengths, output_size=self.input_ids.shape[1])[None]
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same batch on a device; copies from pinned memory do not wait."""
+        """The same batch on a device; copies from pinned memory to a GPU do not wait."""
+        # Only in that direction: a copy to the host that is not waited for would be read before it is there.
+        behind = torch.device(device).type != "cpu"
         moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved = {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in moved.items()}
+        moved = {k: v.to(device, non_blocking=behind) if isinstance(v, Tensor) else v for k, v in moved.items()}
         return replace(self, **moved)

@@ -94,6 +94,8 @@ class Offloader:
         self, where: Literal["cpu", "disk"], device: torch.device, pool: HostPool, num_layers: int, *, device_bytes: int = 0,
         smallest: int = SMALLEST,
     ):  # fmt: skip
+        if device.type == "cuda" and device.index is None:  # tensors always name theirs
+            device = torch.device("cuda", torch.cuda.current_device())
         self.where, self.device, self.pool = where, device, pool
         self._num_layers, self._device_bytes, self._smallest = num_layers, device_bytes, smallest
         cuda = device.type == "cuda"
