@@ -32,8 +32,11 @@ test: test-rust test-python ## cargo tests and pytest
 test-rust: $(STAMPS)/dev ## cargo tests
 	cargo test --quiet --workspace
 
-test-python: $(STAMPS)/dev $(STAMPS)/smollm2 ## pytest without the slow and the GPU tests
-	$(BIN)/pytest -q
+# A process a core, four at most: each holds torch (about 1.4 GB). `make test-python PYTEST_ARGS=-n0` runs all in one.
+PYTEST_ARGS ?= -n auto --maxprocesses 4 --dist worksteal
+
+test-python: $(STAMPS)/dev $(STAMPS)/smollm2 ## pytest without the slow and the GPU tests, a process a core
+	$(BIN)/pytest -q $(PYTEST_ARGS)
 
 slow: $(STAMPS)/dev $(STAMPS)/smollm2 ## the tests that take minutes (needs Chromium for the report)
 	$(BIN)/pytest -q -m 'slow and not gpu and not multi_gpu'

@@ -1,12 +1,16 @@
-"""Both small gradients of a low-rank branch from one reading of the large one. T tokens, N columns, r rank.
+"""Both small gradients of low-rank branches from one reading of the large ones. T tokens, N columns, r rank.
 
 Of y = x @ W.T + scale * s @ B.T with s = x @ A.T, the backward pass needs scale * dy @ B (T, r) and scale * dy.T @ s (N, r). Each is
 a skinny product bound by reading dy; here one kernel makes both from a tile while it is on the chip. Its parts are added in a
-fixed order by a second kernel, so that repeats are bit-equal. Larger ranks take the two products. A step of other ops'
-backward passes: it has no gradient itself.
+fixed order by a second kernel, so that repeats are bit-equal. Branches of linears that share an input (q, k and v; gate and up) take one
+launch of each kernel together, and their ds come side by side. Larger ranks take the two products. A step of other ops' backward passes:
+it has no gradient itself.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,10 +23,22 @@ BLOCK_T = 128
 BLOCK_N = 256
 NUM_WARPS = 8
 NUM_STAGES = 3
-PROGRAMS_PER_MULTIPROCESSOR = 1
+MOST_WAVES = 6
+"""Of programs, one a multiprocessor at a time."""
+TOGETHER = 3
+"""Most branches of one launch."""
 MAX_RANK = 32
 """Above it the kernel is bound by arithmetic and two plain products are faster: at r = 64, 0.22 ms against 0.38 for 16384 x 14336; at
 r = 16, 0.23 against 0.15 (bench/kernels/lora.py, H200)."""
+
+
+class Pair(NamedTuple):
+    """dy (T, N), s (T, r) and B (N, r) of a branch, any row strides."""
+
+    dy: Tensor
+    s: Tensor
+    B: Tensor
+    scale: float = 1.0
 
 
 def lowrank_gradients_reference(dy: Tensor, s: Tensor, B: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -32,18 +48,44 @@ def lowrank_gradients_reference(dy: Tensor, s: Tensor, B: Tensor, scale: float =
 
 
 @triton.jit
+def _of(block, x_blocks, y_blocks, x, y, z, BRANCHES: tl.constexpr):
+    """That of the branch to which a column block belongs."""
+    if BRANCHES == 1:
+        return x
+    elif BRANCHES == 2:
+        return tl.where(block < x_blocks, x, y)
+    else:
+        return tl.where(block < x_blocks, x, tl.where(block < x_blocks + y_blocks, y, z))
+
+
+@triton.jit
 def _lowrank_kernel(
-    dy_ptr, dy_stride, s_ptr, s_stride, b_ptr, b_stride, ds_ptr, db_ptr, T, N, r, rows_per_program,
-    PRECISION: tl.constexpr, R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    x_dy, x_dy_stride, x_s, x_s_stride, x_b, x_b_stride, x_N, x_blocks,
+    y_dy, y_dy_stride, y_s, y_s_stride, y_b, y_b_stride, y_N, y_blocks,
+    z_dy, z_dy_stride, z_s, z_s_stride, z_b, z_b_stride, z_N, z_blocks,
+    ds_ptr, db_ptr, T, r, rows_per_program,
+    BRANCHES: tl.constexpr, PRECISION: tl.constexpr, R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Columns of program 0's axis, a range of tokens of axis 1: ds of these columns alone, dB of these tokens alone."""
-    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    """Columns of up to three branches on program 0's axis, a range of tokens on axis 1: ds of these columns alone, dB of these tokens
+    alone. blocks: a branch's blocks of columns. The branch is chosen before the loop, since each loop would take shared memory of its own."""
+    block = tl.program_id(0)
+    dy_ptr = _of(block, x_blocks, y_blocks, x_dy, y_dy, z_dy, BRANCHES)
+    dy_stride = _of(block, x_blocks, y_blocks, x_dy_stride, y_dy_stride, z_dy_stride, BRANCHES)
+    s_ptr = _of(block, x_blocks, y_blocks, x_s, y_s, z_s, BRANCHES)
+    s_stride = _of(block, x_blocks, y_blocks, x_s_stride, y_s_stride, z_s_stride, BRANCHES)
+    b_ptr = _of(block, x_blocks, y_blocks, x_b, y_b, z_b, BRANCHES)
+    b_stride = _of(block, x_blocks, y_blocks, x_b_stride, y_b_stride, z_b_stride, BRANCHES)
+    N = _of(block, x_blocks, y_blocks, x_N, y_N, z_N, BRANCHES)
+    cols_before = _of(block, x_blocks, y_blocks, 0, x_N, x_N + y_N, BRANCHES)
+    blocks_before = _of(block, x_blocks, y_blocks, 0, x_blocks, x_blocks + y_blocks, BRANCHES)
+
+    cols = (block - blocks_before) * BLOCK_N + tl.arange(0, BLOCK_N)
     rank = tl.arange(0, R)
     b_mask = (cols < N)[:, None] & (rank < r)[None, :]
     b = tl.load(b_ptr + cols[:, None] * b_stride + rank[None, :], mask=b_mask, other=0.0).to(dy_ptr.dtype.element_ty)
     db = tl.zeros((BLOCK_N, R), tl.float32)
     first = tl.program_id(1) * rows_per_program
-    ds_ptr += tl.program_id(0).to(tl.int64) * T * r
+    ds_ptr += block.to(tl.int64) * T * r
     for start in tl.range(first, tl.minimum(first + rows_per_program, T), BLOCK_T, num_stages=STAGES):
         row = (start + tl.arange(0, BLOCK_T)).to(tl.int64)
         in_range = (row < T)[:, None]
@@ -52,78 +94,130 @@ def _lowrank_kernel(
         s = tl.load(s_ptr + row[:, None] * s_stride + rank[None, :], mask=s_mask, other=0.0).to(dy_ptr.dtype.element_ty)
         tl.store(ds_ptr + row[:, None] * r + rank[None, :], tl.dot(dy, b, input_precision=PRECISION), mask=s_mask)
         db = tl.dot(tl.trans(dy), s, db, input_precision=PRECISION)
-    db_ptr += tl.program_id(1).to(tl.int64) * N * r
+    db_ptr += (tl.program_id(1).to(tl.int64) * (x_N + y_N + z_N) + cols_before) * r
     tl.store(db_ptr + cols[:, None] * r + rank[None, :], db, mask=b_mask)
 
 
 @triton.jit
-def _add_up(parts_ptr, out_ptr, num_parts, N, scale, block, BLOCK: tl.constexpr):
-    offsets = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = offsets < N
+def _sum_of(parts_ptr, num_parts, size, offsets, mask, BLOCK: tl.constexpr):
     total = tl.zeros((BLOCK,), tl.float32)
     for part in range(num_parts):
-        total += tl.load(parts_ptr + part * N + offsets, mask=mask, other=0.0)
-    tl.store(out_ptr + offsets, total * scale, mask=mask)
+        total += tl.load(parts_ptr + part * size + offsets, mask=mask, other=0.0)
+    return total
 
 
 @triton.jit
 def _add_parts_kernel(
-    ds_parts_ptr, ds_ptr, num_ds_parts, ds_size, db_parts_ptr, db_ptr, num_db_parts, db_size, scale, BLOCK: tl.constexpr
+    ds_parts_ptr, ds_ptr, ds_size, db_parts_ptr, db_ptr, num_db_parts, db_size, r,
+    x_blocks, y_blocks, z_blocks, x_scale, y_scale, z_scale, x_db_size, y_db_size, BRANCHES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The parts of both, in one launch."""
-    block, ds_blocks = tl.program_id(0), tl.cdiv(ds_size, BLOCK)
-    if block < ds_blocks:
-        _add_up(ds_parts_ptr, ds_ptr, num_ds_parts, ds_size, scale, block, BLOCK)
+    """The parts of all, in one launch. ds: (T, BRANCHES * r), branch by branch; ds_size: T * r."""
+    program, per_branch = tl.program_id(0), tl.cdiv(ds_size, BLOCK)
+    if program < per_branch * BRANCHES:
+        branch = program // per_branch
+        offsets = (program % per_branch).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        before = tl.where(branch > 0, x_blocks, 0) + tl.where(branch > 1, y_blocks, 0)
+        blocks = tl.where(branch == 0, x_blocks, tl.where(branch == 1, y_blocks, z_blocks))
+        scale = tl.where(branch == 0, x_scale, tl.where(branch == 1, y_scale, z_scale))
+        mask = offsets < ds_size
+        total = _sum_of(ds_parts_ptr + before.to(tl.int64) * ds_size, blocks, ds_size, offsets, mask, BLOCK)
+        at = (offsets // r) * (BRANCHES * r) + branch * r + offsets % r
+        tl.store(ds_ptr + at, total * scale, mask=mask)
     else:
-        _add_up(db_parts_ptr, db_ptr, num_db_parts, db_size, scale, block - ds_blocks, BLOCK)
+        places = (program - per_branch * BRANCHES).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        total_of_B = _sum_of(db_parts_ptr, num_db_parts, db_size, places, places < db_size, BLOCK)
+        scales = tl.where(places < x_db_size, x_scale, tl.where(places < x_db_size + y_db_size, y_scale, z_scale))
+        tl.store(db_ptr + places, total_of_B * scales, mask=places < db_size)
+
+
+def _rows_per_program(T: int, column_blocks: int, multiprocessors: int) -> int:
+    """Of a range of tokens: those that end soonest, where a multiprocessor takes one program after another and a start costs a tile."""
+    tiles = triton.cdiv(T, BLOCK_T)
+
+    def ends(each: int) -> int:
+        return triton.cdiv(column_blocks * triton.cdiv(tiles, each), multiprocessors) * (each + 1)
+
+    most = max(1, MOST_WAVES * multiprocessors // column_blocks)
+    return BLOCK_T * min(
+        {triton.cdiv(tiles, ranges) for ranges in range(1, most + 1)}, key=lambda each: (ends(each), -each)
+    )
 
 
 @torch.library.custom_op("rft::lowrank_gradients", mutates_args=())
-def _lowrank_gradients(dy: Tensor, s: Tensor, B: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    (T, N), r = dy.shape, s.shape[1]
-    ds = torch.empty(T, r, dtype=s.dtype, device=s.device)
-    if not T or not N or not r:
-        return ds.zero_(), dy.new_zeros(N, r, dtype=torch.float32)
-    if r > MAX_RANK:
-        wide = dy.dtype == torch.float32
-        ds = (dy @ B.to(dy.dtype)).mul_(scale).to(s.dtype)
-        return ds, (dy.t() @ s if wide else torch.mm(dy.t(), s, out_dtype=torch.float32)).mul_(scale)
-    dB = dy.new_empty(N, r, dtype=torch.float32)
+def _lowrank_gradients(
+    dys: Sequence[Tensor], s: Sequence[Tensor], Bs: Sequence[Tensor], scales: Sequence[float]
+) -> tuple[Tensor, Tensor]:
+    """(ds side by side (T, branches * r), dBs one behind the other, flat)."""
+    dy, (T, r) = dys[0], s[0].shape
+    widths = [t.shape[1] for t in dys]
+    ds, dB = _empty_results(dys, s)
+    if not T or not sum(widths) or not r:
+        return ds.zero_(), dB.zero_()
     R = max(16, launch.power_of_two(r, most=MAX_RANK))
     # dB's sums stay in registers, the tiles in flight in 227 KiB of shared memory.
-    block_n = max(16, launch.power_of_two(N, most=BLOCK_N * 2 // dy.element_size() * 32 // max(R, 32)))
-    column_blocks = triton.cdiv(N, block_n)
-    token_ranges = max(1, PROGRAMS_PER_MULTIPROCESSOR * launch.num_multiprocessors(dy.device) // column_blocks)
-    rows = triton.cdiv(triton.cdiv(T, token_ranges), BLOCK_T) * BLOCK_T
+    block_n = max(16, launch.power_of_two(max(widths), most=BLOCK_N * 2 // dy.element_size() * 32 // max(R, 32)))
+    blocks = [triton.cdiv(n, block_n) for n in widths]
+    rows = _rows_per_program(T, sum(blocks), launch.num_multiprocessors(dy.device))
     token_ranges = triton.cdiv(T, rows)
-    ds_parts = dy.new_empty(column_blocks, T, r, dtype=torch.float32)
-    db_parts = dy.new_empty(token_ranges, N, r, dtype=torch.float32)
+    ds_parts = dy.new_empty(sum(blocks), T, r, dtype=torch.float32)
+    db_parts = dy.new_empty(token_ranges, dB.numel(), dtype=torch.float32)
+    none = (dy, 0, dy, 0, dy, 0, 0, 0)
+    given = [
+        (*(a for t in (x, y, z) for a in (t, t.stride(0))), n, k)
+        for x, y, z, n, k in zip(dys, s, Bs, widths, blocks, strict=True)
+    ]
+    absent = TOGETHER - len(given)
     with launch.on_device_of(dy):
-        _lowrank_kernel[(column_blocks, token_ranges)](
-            dy, dy.stride(0), s, s.stride(0), B, B.stride(0), ds_parts, db_parts, T, N, r, rows,
-            PRECISION="ieee" if dy.dtype == torch.float32 else "tf32", R=R, BLOCK_T=BLOCK_T, BLOCK_N=block_n,
+        _lowrank_kernel[(sum(blocks), token_ranges)](
+            *(a for g in (*given, *[none] * absent) for a in g), ds_parts, db_parts, T, r, rows,
+            BRANCHES=len(given), PRECISION="ieee" if dy.dtype == torch.float32 else "tf32", R=R, BLOCK_T=BLOCK_T, BLOCK_N=block_n,
             STAGES=NUM_STAGES, num_warps=NUM_WARPS,
         )  # fmt: skip
-        _add_parts_kernel[(triton.cdiv(ds.numel(), 1024) + triton.cdiv(dB.numel(), 1024),)](
-            ds_parts, ds, column_blocks, ds.numel(), db_parts, dB, token_ranges, dB.numel(), scale, BLOCK=1024
-        )
+        _add_parts_kernel[(len(given) * triton.cdiv(T * r, 1024) + triton.cdiv(dB.numel(), 1024),)](
+            ds_parts, ds, T * r, db_parts, dB, token_ranges, dB.numel(), r, *blocks, *[0] * absent, *scales, *[0.0] * absent,
+            *(n * r for n in (*widths, 0)[:2]), BRANCHES=len(given), BLOCK=1024,
+        )  # fmt: skip
     return ds, dB
 
 
+def _empty_results(dys: Sequence[Tensor], s: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    T, r = s[0].shape
+    ds = torch.empty(T, len(dys) * r, dtype=s[0].dtype, device=s[0].device)
+    return ds, dys[0].new_empty(sum(t.shape[1] for t in dys) * r, dtype=torch.float32)
+
+
 @_lowrank_gradients.register_fake
-def _(dy, s, B, scale):
-    ds = torch.empty(s.shape, dtype=s.dtype, device=s.device)
-    return ds, dy.new_empty(dy.shape[1], s.shape[1], dtype=torch.float32)
+def _(dys, s, Bs, scales):
+    return _empty_results(dys, s)
 
 
-def lowrank_gradients(dy: Tensor, s: Tensor, B: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """scale times (dy @ B, in the dtype of s; dy.T @ s, fp32). dy: (T, N), s: (T, r), B: (N, r), any row strides.
+def lowrank_gradients(pairs: Sequence[Pair]) -> tuple[Tensor, list[Tensor]]:
+    """(scale * dy @ B of each side by side (T, sum of r), in the dtype of s; scale * dy.T @ s (N, r) of each, fp32).
 
-    Products in the dtype of dy, sums in fp32.
+    Products in the dtype of dy, sums in fp32. Pairs of one T, dtype and rank share their launches.
     """
-    T, N, r = dy.shape[0], dy.shape[1], s.shape[-1]
-    if s.shape != (T, r) or B.shape != (N, r):
-        raise ValueError(
-            f"lowrank_gradients: dy {tuple(dy.shape)}, s {tuple(s.shape)}, B {tuple(B.shape)}: wanted (T, N), (T, r), (N, r)"
-        )
-    return _lowrank_gradients(*(launch.with_unit_columns(t) for t in (dy, s, B)), scale)
+    for dy, s, B, _ in pairs:
+        T, N, r = dy.shape[0], dy.shape[1], s.shape[-1]
+        if s.shape != (T, r) or B.shape != (N, r):
+            raise ValueError(
+                f"lowrank_gradients: dy {tuple(dy.shape)}, s {tuple(s.shape)}, B {tuple(B.shape)}: wanted (T, N), (T, r), (N, r)"
+            )
+    kinds = {(p.dy.shape[0], p.s.shape[1], p.dy.dtype, p.s.dtype) for p in pairs}
+    if len(kinds) > 1 or len(pairs) > TOGETHER:
+        each = [lowrank_gradients([p]) for p in pairs]
+        return torch.cat([ds for ds, _ in each], dim=1), [dB for _, dBs in each for dB in dBs]
+    r = pairs[0].s.shape[1]
+    if r > MAX_RANK:
+        return _two_products(pairs)
+    dys, lefts, Bs = ([launch.with_unit_columns(t) for t in tensors] for tensors in list(zip(*pairs, strict=True))[:3])
+    ds, flat = _lowrank_gradients(dys, lefts, Bs, [p.scale for p in pairs])
+    return ds, [dB.view(-1, r) for dB in flat.split([p.dy.shape[1] * r for p in pairs])]
+
+
+def _two_products(pairs: Sequence[Pair]) -> tuple[Tensor, list[Tensor]]:
+    parts, dBs = [], []
+    for dy, s, B, scale in pairs:
+        parts.append((dy @ B.to(dy.dtype)).mul_(scale).to(s.dtype))
+        wide = dy.dtype == torch.float32
+        dBs.append((dy.t() @ s if wide else torch.mm(dy.t(), s, out_dtype=torch.float32)).mul_(scale))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1), dBs

@@ -27,9 +27,8 @@ from torch.autograd.function import once_differentiable
 
 from rft.kernels import fp8, int8, nf4
 from rft.kernels.dropout import add_dropped, draw_seeds, dropped
-from rft.kernels.lora import lowrank_gradients
+from rft.kernels.lora import Pair, lowrank_gradients
 from rft.kernels.lora_swiglu import (
-    MAX_INNER_RANK,
     MAX_RANK,
     LowRank,
     lora_gated_activation,
@@ -157,18 +156,21 @@ class _Input:
         self.rows = rows
         self._fp8 = quantised
 
-    def times(self, weight: Tensor | Packed, bias: Tensor | None, branch: LowRank | None = None) -> Tensor:
-        """rows @ weight.T + bias + branch"""
+    def times(self, weight: Tensor | Packed, bias: Tensor | None, added: tuple[LowRank, float] | None = None) -> Tensor:
+        """rows @ weight.T + bias + a branch times a factor"""
         kind = self.rows.dtype
         if isinstance(weight, fp8.Weight):
             if self._fp8 is None:
                 self._fp8 = fp8.quantise_rows(self.rows)
             y = fp8.product(*self._fp8, weight, bias, kind)
-            return y if branch is None else y.addmm_(branch.left, branch.right.t())
+            return y if added is None else y.addmm_(added[0].left, added[0].right.t(), alpha=added[1])
         weight = _readable(weight, kind)
-        if branch is not None:
-            left, right = branch.left, branch.right.t()
-            y = left @ right if bias is None else torch.addmm(bias.to(kind), left, right)
+        if added is not None:
+            (left, right), factor = added
+            if bias is None:  # beta = 0: what lies in y is not read
+                y = left.new_empty(left.shape[0], right.shape[0]).addmm_(left, right.t(), beta=0, alpha=factor)
+            else:
+                y = torch.addmm(bias.to(kind), left, right.t(), alpha=factor)
             return y.addmm_(self.rows, weight.t())
         return self.rows @ weight.t() if bias is None else torch.addmm(bias.to(kind), self.rows, weight.t())
 
@@ -194,9 +196,10 @@ def _inner(
     return torch.cat(each, dim=1), None
 
 
-def _low_rank(linears: Sequence[FrozenLinear], S: Tensor | None) -> list[LowRank | None]:
-    """What each linear adds to its output: all its branches as one. S: `_inner` of all."""
-    found: list[LowRank | None] = []
+def _low_rank(linears: Sequence[FrozenLinear], S: Tensor | None, *, scaled: bool) -> list[tuple[LowRank, float] | None]:
+    """What each linear adds to its output: all its branches as one, and a factor. S: `_inner` of all. scaled: the factor is to be 1, at the
+    price of a copy of B, which several branches cost in any case."""
+    found: list[tuple[LowRank, float] | None] = []
     at = 0
     for linear in linears:
         ranks = [b.A.shape[0] for b in linear.branches]
@@ -204,11 +207,16 @@ def _low_rank(linears: Sequence[FrozenLinear], S: Tensor | None) -> list[LowRank
             found.append(None)
             continue
         assert S is not None
+        left = S[:, at : at + sum(ranks)]
+        at += sum(ranks)
+        if len(ranks) == 1 and not scaled:
+            (branch,) = linear.branches
+            found.append((LowRank(left, branch.B.detach().to(S.dtype)), branch.scale))
+            continue
         right = torch.empty(linear.weight.shape[0], sum(ranks), dtype=S.dtype, device=S.device)
         for branch, part in zip(linear.branches, right.split(ranks, dim=1), strict=True):
             torch.mul(branch.B.detach(), branch.scale, out=part)  # scaled in its own type, rounded once
-        found.append(LowRank(S[:, at : at + sum(ranks)], right))
-        at += sum(ranks)
+        found.append((LowRank(left, right), 1.0))
     return found
 
 
@@ -220,11 +228,11 @@ def _forward(
     *,
     add: bool = True,
 ) -> tuple[list[Tensor], list[LowRank | None], Tensor | None, Tensor | None]:
-    """Outputs (T, N), without their branches unless `add`; the branches; S and A of `_inner` of all."""
+    """Outputs (T, N), without their branches unless `add`; the branches, for whoever adds them then; S and A of `_inner` of all."""
     S, A = _inner(rows, _branches(linears), seeds)
-    shared, branches = _Input(rows, quantised), _low_rank(linears, S)
+    shared, branches = _Input(rows, quantised), _low_rank(linears, S, scaled=not add)
     outs = [shared.times(ln.weight, ln.bias, b if add else None) for ln, b in zip(linears, branches, strict=True)]
-    return outs, branches, S, A
+    return outs, [None if b is None else b[0] for b in branches], S, A
 
 
 # ---- backward
@@ -236,17 +244,21 @@ def _gradients_of_B(
     """(dS of all branches side by side, gradient of each B), each dy read once. A dy that is None is zero."""
     if S is None:
         return None, []
-    at = 0
-    parts: list[Tensor] = []
-    dBs: list[Tensor | None] = []
-    for dy, linear in zip(dys, linears, strict=True):
-        for branch in linear.branches:
-            s = S[:, at : at + branch.A.shape[0]]
-            at += branch.A.shape[0]
-            ds, dB = (torch.zeros_like(s), None) if dy is None else lowrank_gradients(dy, s, branch.B, branch.scale)
-            parts.append(ds)
-            dBs.append(dB)
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1), dBs
+    ranks = [b.A.shape[0] for b in _branches(linears)]
+    found = [(dy, branch) for dy, linear in zip(dys, linears, strict=True) for branch in linear.branches]
+    given = [
+        Pair(dy, s, branch.B, branch.scale)
+        for (dy, branch), s in zip(found, S.split(ranks, dim=1), strict=True)
+        if dy is not None
+    ]
+    if len(given) == len(found):
+        return lowrank_gradients(given)  # type: ignore[return-value]  # a list of tensors is one of optional ones
+    some, dBs = lowrank_gradients(given) if given else (S[:, :0], [])
+    parts, made = iter(some.split([p.s.shape[1] for p in given], dim=1)), iter(dBs)
+    columns = [
+        S.new_zeros(S.shape[0], r) if dy is None else next(parts) for (dy, _), r in zip(found, ranks, strict=True)
+    ]
+    return torch.cat(columns, dim=1), [None if dy is None else next(made) for dy, _ in found]
 
 
 def _gradients_of_A(
@@ -335,11 +347,10 @@ def _backward(
     linears: Sequence[FrozenLinear],
     seeds: Tensor | None,
     need_rows: bool,
-    of_B: tuple[Tensor | None, list[Tensor | None]] | None = None,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """(gradient of the rows, those of every tensor as `_flatten` orders them). S, A: of `_inner`. of_B: `_gradients_of_B`, where it is known."""
+    """(gradient of the rows, those of every tensor as `_flatten` orders them). S, A: of `_inner`."""
     branches = _branches(linears)
-    dS, dBs = _gradients_of_B(dys, S, linears) if of_B is None else of_B
+    dS, dBs = _gradients_of_B(dys, S, linears)
     d_rows: Tensor | None = None
     if need_rows:
         late = any(isinstance(linear.weight, fp8.Weight) for linear in linears)  # its product adds to nothing
@@ -408,7 +419,7 @@ class _LoraGatedMlp(torch.autograd.Function):
         dy = _rows(dy)
         # dh first, without what needs h: then one kernel reads gate and up and gives both of their gradients and what h was wanted for
         dS_down, dBs = _gradients_of_B((dy,), S_down, (down,))
-        h = product = inner = None
+        h = product = None
         if ctx.fused:
             dh, d_branch = _add_back(None, dy, down.weight), None
             if dS_down is not None and A_down is not None:
@@ -418,12 +429,10 @@ class _LoraGatedMlp(torch.autograd.Function):
             rank = 0 if gate_right is None else gate_right.shape[1]
             gate_branch = None if gate_right is None else LowRank(S[:, :rank], gate_right)
             up_branch = None if up_right is None else LowRank(S[:, rank:], up_right)
-            dg, du, h, product, dS, gate_B, up_B = lora_gated_activation_backward(
+            dg, du, h, product = lora_gated_activation_backward(
                 dh, g, u, d_branch, gate_branch, up_branch, ctx.activation,
                 want_output=dS_down is not None and d_branch is None, want_product=d_branch is not None,
-                scales=_scales_of_one_each(gate, up),
             )  # fmt: skip
-            inner = None if dS is None else (dS, [gate_B, up_B])
         else:
             late = isinstance(down.weight, fp8.Weight)  # its product adds to nothing
             begun = None if late else _add_low_rank(None, dS_down, A_down, down.branches, seeds_down)
@@ -438,17 +447,9 @@ class _LoraGatedMlp(torch.autograd.Function):
             dAs = [] if h is None else _gradients_of_A(dS_down, h, down.branches, seeds_down)
         flat_down = _flat_gradients((dy,), (down,), dAs, dBs)
         del h
-        d_rows, flat = _backward((dg, du), rows, S, A, (gate, up), seeds, ctx.needs_input_grad[0], inner)
+        d_rows, flat = _backward((dg, du), rows, S, A, (gate, up), seeds, ctx.needs_input_grad[0])
         d_x = None if d_rows is None else d_rows.view(ctx.shape)
         return d_x, None, None, None, None, *flat, *flat_down
-
-
-def _scales_of_one_each(gate: FrozenLinear, up: FrozenLinear) -> tuple[float, float] | None:
-    """Scales of gate's and up's branches, where each has one of a rank whose gradients the activation's kernel makes."""
-    each = [linear.branches[0] for linear in (gate, up) if len(linear.branches) == 1]
-    if len(each) < 2 or max(b.A.shape[0] for b in each) > MAX_INNER_RANK:
-        return None
-    return each[0].scale, each[1].scale
 
 
 def _fused_ranks(inner: Sequence[FrozenLinear], down: FrozenLinear) -> bool:

@@ -28,15 +28,14 @@ NUM_WARPS = 4
 STAGES_FORWARD = 2
 STAGES_BACKWARD = 3
 PROGRAMS_PER_MULTIPROCESSOR = 8
-"""8192 x 14336 at rank 16: 0.195 ms forward, 0.380 backward; without branches 0.163 and 0.335; a tile a program 0.250 and 0.480; branches added by
-products of their own 0.56 and 0.93. Of 16 tiles tried among the fastest both ways; with tensor descriptors (TMA) 0.187 and 0.367 at best, for
-strides of 16 bytes alone (bench/kernels/tune.py, H200)."""
+"""8192 x 14336 at rank 16: 0.195 ms forward, 0.365 backward (its product with it); without branches 0.163 and 0.335; a tile a program 0.250 and
+0.480; branches added by products of their own 0.56 and 0.93. Of 16 tiles tried among the fastest both ways; with tensor descriptors (TMA) 0.187
+forward at best, for strides of 16 bytes alone. The gradients of gate's and up's branches made here too: 0.77, against two passes of 0.086 more
+(bench/kernels/tune.py, H200)."""
 SHARED_BYTES = 90 << 10
 """Of tiles in flight: what a program may have of shared memory on the smaller GPUs, and some to spare."""
 MAX_RANK = 64
 """Above it the dots would cost more than the passes that they save; nothing was tuned for it."""
-MAX_INNER_RANK = 16
-"""Of branches whose own gradients are made in the backward pass: three sums of (r, BLOCK_N) stay in registers there."""
 
 
 class LowRank(NamedTuple):
@@ -60,42 +59,23 @@ def _added(x: Tensor, branch: LowRank | None) -> Tensor:
 
 @triton.jit
 def _right(right_ptr, right_stride, r, cols, N, R: tl.constexpr):
-    """b of these columns (BLOCK_N, R); R = 0: there is none."""
-    if R > 0:
-        rank = tl.arange(0, R)
-        mask = (cols < N)[:, None] & (rank < r)[None, :]
-        return tl.load(right_ptr + cols[:, None] * right_stride + rank[None, :], mask=mask, other=0.0)
-    else:
-        return None
+    """b of these columns (BLOCK_N, R)."""
+    rank = tl.arange(0, R)
+    mask = (cols < N)[:, None] & (rank < r)[None, :]
+    return tl.load(right_ptr + cols[:, None] * right_stride + rank[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
 def _left(left_ptr, left_stride, r, row, T, R: tl.constexpr):
-    """s of these rows (BLOCK_T, R); R = 0: there is none."""
-    if R > 0:
-        rank = tl.arange(0, R)
-        mask = (row < T)[:, None] & (rank < r)[None, :]
-        return tl.load(left_ptr + row[:, None] * left_stride + rank[None, :], mask=mask, other=0.0)
-    else:
-        return None
-
-
-@triton.jit
-def _put_left(row_ptr, ds, r, row, T, R: tl.constexpr):
+    """s of these rows (BLOCK_T, R)."""
     rank = tl.arange(0, R)
-    tl.store(row_ptr + rank[None, :], ds, mask=(row < T)[:, None] & (rank < r)[None, :])
-
-
-@triton.jit
-def _put_right(sums_ptr, d_right, r, cols, N, R: tl.constexpr):
-    """(R, BLOCK_N) as columns of a (N, r)."""
-    rank = tl.arange(0, R)
-    tl.store(sums_ptr + cols[None, :] * r + rank[:, None], d_right, mask=(rank < r)[:, None] & (cols < N)[None, :])
+    mask = (row < T)[:, None] & (rank < r)[None, :]
+    return tl.load(left_ptr + row[:, None] * left_stride + rank[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
 def _tile(x_ptr, x_stride, left, right, row, cols, T, N, R: tl.constexpr, PRECISION: tl.constexpr):
-    """x[row, cols] with its branch, fp32. left, right: of `_left` and `_right`."""
+    """x[row, cols] with its branch, fp32. left, right: of `_left` and `_right`; R = 0: there is none."""
     mask = (row < T)[:, None] & (cols < N)[None, :]
     x = tl.load(x_ptr + row[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
     if R > 0:
@@ -113,14 +93,14 @@ def _lora_forward_kernel(
 ):  # fmt: skip
     """Columns of program 0's axis, a range of rows of axis 1."""
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    gr = _right(gr_ptr, gr_stride, g_rank, cols, N, R_G)
-    ur = _right(ur_ptr, ur_stride, u_rank, cols, N, R_U)
+    gr = _right(gr_ptr, gr_stride, g_rank, cols, N, R_G) if R_G > 0 else 0
+    ur = _right(ur_ptr, ur_stride, u_rank, cols, N, R_U) if R_U > 0 else 0
     first = tl.program_id(1) * rows_per_program
     for start in tl.range(first, tl.minimum(first + rows_per_program, T), BLOCK_T, num_stages=STAGES):
         row = (start + tl.arange(0, BLOCK_T)).to(tl.int64)
-        gl = _left(gl_ptr, gl_stride, g_rank, row, T, R_G)
+        gl = _left(gl_ptr, gl_stride, g_rank, row, T, R_G) if R_G > 0 else 0
         g = _tile(gate_ptr, gate_stride, gl, gr, row, cols, T, N, R_G, PRECISION)
-        ul = _left(ul_ptr, ul_stride, u_rank, row, T, R_U)
+        ul = _left(ul_ptr, ul_stride, u_rank, row, T, R_U) if R_U > 0 else 0
         u = _tile(up_ptr, up_stride, ul, ur, row, cols, T, N, R_U, PRECISION)
         a, _ = _activate(g, KIND)
         tl.store(out_ptr + row[:, None] * N + cols[None, :], a * u, mask=(row < T)[:, None] & (cols < N)[None, :])
@@ -128,69 +108,42 @@ def _lora_forward_kernel(
 
 @triton.jit
 def _lora_backward_kernel(
-    grad_ptr, grad_stride, gate_ptr, gate_stride, up_ptr, up_stride, d_gate_ptr, d_up_ptr, out_ptr, sums_ptr, sums_stride, ds_ptr, g_scale, u_scale,
+    grad_ptr, grad_stride, gate_ptr, gate_stride, up_ptr, up_stride, d_gate_ptr, d_up_ptr, out_ptr, product_ptr,
     dl_ptr, dl_stride, dr_ptr, dr_stride, d_rank, gl_ptr, gl_stride, gr_ptr, gr_stride, g_rank,
     ul_ptr, ul_stride, ur_ptr, ur_stride, u_rank, T, N, rows_per_program,
     KIND: tl.constexpr, R_D: tl.constexpr, R_G: tl.constexpr, R_U: tl.constexpr, PRECISION: tl.constexpr,
-    WANT_OUTPUT: tl.constexpr, WANT_PRODUCT: tl.constexpr, WANT_INNER: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    WANT_OUTPUT: tl.constexpr, WANT_PRODUCT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Columns of program 0's axis, a range of rows of axis 1."""
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    dr = _right(dr_ptr, dr_stride, d_rank, cols, N, R_D)
+    dr = _right(dr_ptr, dr_stride, d_rank, cols, N, R_D) if R_D > 0 else 0
     if WANT_PRODUCT:
         product = tl.zeros((R_D, BLOCK_N), tl.float32)
-    if WANT_INNER:
-        dgr = tl.zeros((R_G, BLOCK_N), tl.float32)
-        dur = tl.zeros((R_U, BLOCK_N), tl.float32)
-        ds_ptr += tl.program_id(0).to(tl.int64) * T * (g_rank + u_rank)
-    gr = _right(gr_ptr, gr_stride, g_rank, cols, N, R_G)
-    ur = _right(ur_ptr, ur_stride, u_rank, cols, N, R_U)
+    gr = _right(gr_ptr, gr_stride, g_rank, cols, N, R_G) if R_G > 0 else 0
+    ur = _right(ur_ptr, ur_stride, u_rank, cols, N, R_U) if R_U > 0 else 0
     first = tl.program_id(1) * rows_per_program
     for start in tl.range(first, tl.minimum(first + rows_per_program, T), BLOCK_T, num_stages=STAGES):
         row = (start + tl.arange(0, BLOCK_T)).to(tl.int64)
-        gl = _left(gl_ptr, gl_stride, g_rank, row, T, R_G)
+        gl = _left(gl_ptr, gl_stride, g_rank, row, T, R_G) if R_G > 0 else 0
         g = _tile(gate_ptr, gate_stride, gl, gr, row, cols, T, N, R_G, PRECISION)
-        ul = _left(ul_ptr, ul_stride, u_rank, row, T, R_U)
+        ul = _left(ul_ptr, ul_stride, u_rank, row, T, R_U) if R_U > 0 else 0
         u = _tile(up_ptr, up_stride, ul, ur, row, cols, T, N, R_U, PRECISION)
-        dl = _left(dl_ptr, dl_stride, d_rank, row, T, R_D)
+        dl = _left(dl_ptr, dl_stride, d_rank, row, T, R_D) if R_D > 0 else 0
         d = _tile(grad_ptr, grad_stride, dl, dr, row, cols, T, N, R_D, PRECISION)
         a, slope = _activate(g, KIND)
         offsets, mask = row[:, None] * N + cols[None, :], (row < T)[:, None] & (cols < N)[None, :]
-        dg, du = (d * u * slope).to(gate_ptr.dtype.element_ty), (d * a).to(gate_ptr.dtype.element_ty)
-        tl.store(d_gate_ptr + offsets, dg, mask=mask)
-        tl.store(d_up_ptr + offsets, du, mask=mask)
-        if WANT_INNER:
-            ds_row = ds_ptr + row[:, None] * (g_rank + u_rank)
-            _put_left(ds_row, tl.dot(dg, gr.to(dg.dtype), input_precision=PRECISION), g_rank, row, T, R_G)
-            _put_left(ds_row + g_rank, tl.dot(du, ur.to(dg.dtype), input_precision=PRECISION), u_rank, row, T, R_U)
-            dgr = tl.dot(tl.trans(gl.to(dg.dtype)), dg, dgr, input_precision=PRECISION)
-            dur = tl.dot(tl.trans(ul.to(dg.dtype)), du, dur, input_precision=PRECISION)
+        tl.store(d_gate_ptr + offsets, d * u * slope, mask=mask)
+        tl.store(d_up_ptr + offsets, d * a, mask=mask)
         y = (a * u).to(gate_ptr.dtype.element_ty)
         if WANT_OUTPUT:
             tl.store(out_ptr + offsets, y, mask=mask)
         if WANT_PRODUCT:  # rows and columns outside are 0 in y: their gate and up were
-            product = tl.dot(tl.trans(dl.to(y.dtype)), y, product, input_precision=PRECISION)
-    sums_ptr += tl.program_id(1).to(tl.int64) * sums_stride
+            product = tl.dot(tl.trans(dl.to(y.dtype)), y, product, input_precision=PRECISION)  # type: ignore[union-attr]
     if WANT_PRODUCT:
         rank = tl.arange(0, R_D)
+        product_ptr += tl.program_id(1).to(tl.int64) * d_rank * N
         mask = (rank < d_rank)[:, None] & (cols < N)[None, :]
-        tl.store(sums_ptr + rank[:, None] * N + cols[None, :], product, mask=mask)
-        sums_ptr += d_rank * N
-    if WANT_INNER:
-        _put_right(sums_ptr, dgr * g_scale, g_rank, cols, N, R_G)
-        _put_right(sums_ptr + g_rank * N, dur * u_scale, u_rank, cols, N, R_U)
-
-
-@triton.jit
-def _sum_left_kernel(parts_ptr, out_ptr, num_parts, size, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """out[i] = sum of parts[:, i], PARTS at a time."""
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for first in range(0, num_parts, PARTS):
-        part = (first + tl.arange(0, PARTS)).to(tl.int64)
-        mask = (part < num_parts)[:, None] & (offsets < size)[None, :]
-        total += tl.sum(tl.load(parts_ptr + part[:, None] * size + offsets[None, :], mask=mask, other=0.0), axis=0)
-    tl.store(out_ptr + offsets, total, mask=offsets < size)
+        tl.store(product_ptr + rank[:, None] * N + cols[None, :], product, mask=mask)
 
 
 def _arguments(left: Tensor | None, right: Tensor | None) -> tuple:
@@ -247,48 +200,41 @@ def _(gate, up, gl, gr, ul, ur, activation):
 @torch.library.custom_op("rft::lora_gated_activation_backward", mutates_args=())
 def _lora_gated_activation_backward(
     grad: Tensor, gate: Tensor, up: Tensor, dl: Tensor | None, dr: Tensor | None, gl: Tensor | None, gr: Tensor | None,
-    ul: Tensor | None, ur: Tensor | None, activation: str, want_output: bool, want_product: bool, want_inner: bool,
-    g_scale: float, u_scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(d_gate, d_up, y, what is summed over rows one behind the other, ds of both branches); an empty tensor for what is not wanted."""
+    ul: Tensor | None, ur: Tensor | None, activation: str, want_output: bool, want_product: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(d_gate, d_up, y, dl.T @ y); an empty tensor for what is not wanted."""
     T, N = gate.shape
-    d_gate, d_up, out, sums, ds = _results(gate, dl, gl, ul, want_output, want_product, want_inner)
+    d_gate, d_up, out, product = _results(gate, dl, want_output, want_product)
     if not T * N:
-        return d_gate, d_up, out, sums.zero_(), ds.zero_()
+        return d_gate, d_up, out, product.zero_()
     grid, rows = _ranges(gate, ROWS_BACKWARD)
-    parts, ds_parts = (
-        torch.empty(n, *t.shape, dtype=torch.float32, device=t.device) for n, t in ((grid[1], sums), (grid[0], ds))
-    )
+    parts = torch.empty(grid[1], *product.shape, dtype=torch.float32, device=gate.device)
     with launch.on_device_of(gate):
         _lora_backward_kernel[grid](
-            grad, grad.stride(0), gate, gate.stride(0), up, up.stride(0), d_gate, d_up, out, parts, sums.numel(), ds_parts, g_scale, u_scale,
+            grad, grad.stride(0), gate, gate.stride(0), up, up.stride(0), d_gate, d_up, out, parts,
             *_arguments(dl, dr), *_arguments(gl, gr), *_arguments(ul, ur), T, N, rows,
             KIND=activation, R_D=_padded(dl), R_G=_padded(gl), R_U=_padded(ul), PRECISION=_precision(gate),
-            WANT_OUTPUT=want_output, WANT_PRODUCT=want_product, WANT_INNER=want_inner, BLOCK_T=ROWS_BACKWARD, BLOCK_N=BLOCK_N,
+            WANT_OUTPUT=want_output, WANT_PRODUCT=want_product, BLOCK_T=ROWS_BACKWARD, BLOCK_N=BLOCK_N,
             STAGES=_stages(gate, ROWS_BACKWARD, (dl, gl, ul), 3, STAGES_BACKWARD), num_warps=NUM_WARPS,
         )  # fmt: skip
-        if ds.numel():
-            _sum_left_kernel[(triton.cdiv(ds.numel(), 256),)](ds_parts, ds, grid[0], ds.numel(), PARTS=16, BLOCK=256)
-    if sums.numel():
-        torch.sum(parts, 0, out=sums)
-    return d_gate, d_up, out, sums, ds
+    if want_product:
+        torch.sum(parts, 0, out=product)
+    return d_gate, d_up, out, product
 
 
 def _results(
-    gate: Tensor, dl: Tensor | None, gl: Tensor | None, ul: Tensor | None, want_output: bool, want_product: bool, want_inner: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    gate: Tensor, dl: Tensor | None, want_output: bool, want_product: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     T, N = gate.shape
-    ranks = [0 if left is None else left.shape[1] for left in (dl, gl, ul)]
     d_gate, d_up = (torch.empty((T, N), dtype=gate.dtype, device=gate.device) for _ in range(2))
     out = torch.empty((T, N) if want_output else (0,), dtype=gate.dtype, device=gate.device)
-    size = want_product * ranks[0] * N + want_inner * (ranks[1] + ranks[2]) * N
-    sums = torch.empty(size, dtype=torch.float32, device=gate.device)
-    return d_gate, d_up, out, sums, gate.new_empty(T, want_inner * (ranks[1] + ranks[2]))
+    rank = dl.shape[1] if want_product and dl is not None else 0
+    return d_gate, d_up, out, torch.empty(rank, N, dtype=torch.float32, device=gate.device)
 
 
 @_lora_gated_activation_backward.register_fake
-def _(grad, gate, up, dl, dr, gl, gr, ul, ur, activation, want_output, want_product, want_inner, g_scale, u_scale):
-    return _results(gate, dl, gl, ul, want_output, want_product, want_inner)
+def _(grad, gate, up, dl, dr, gl, gr, ul, ur, activation, want_output, want_product):
+    return _results(gate, dl, want_output, want_product)
 
 
 def _check(gate: Tensor, *tensors: Tensor, branches: tuple[LowRank | None, ...]) -> None:
@@ -331,40 +277,22 @@ class Gradients(NamedTuple):
     y: Tensor | None
     product: Tensor | None
     """grad_branch.left.T @ y (r, N), fp32: the gradient of that branch's A."""
-    s: Tensor | None
-    """Of the left sides of gate's and up's branch side by side (T, r_gate + r_up), in the dtype of gate."""
-    gate_B: Tensor | None
-    """g_scale * gate.T @ gate_branch.left (N, r), fp32: of B where right is g_scale * B; up_B alike."""
-    up_B: Tensor | None
 
 
 def lora_gated_activation_backward(
     grad: Tensor, gate: Tensor, up: Tensor, grad_branch: LowRank | None, gate_branch: LowRank | None, up_branch: LowRank | None,
-    activation: Activation = "silu", *, want_output: bool = False, want_product: bool = False, scales: tuple[float, float] | None = None,
+    activation: Activation = "silu", *, want_output: bool = False, want_product: bool = False,
 ) -> Gradients:  # fmt: skip
     """Gradients where that of y is grad + its branch. grad, gate, up: (T, N) of one dtype, any row stride; results contiguous.
 
-    want_product: needs a branch of grad. scales: (g_scale, u_scale) where the gradients of gate's and up's branches are wanted too, both of which
-    there have to be, of ranks up to MAX_INNER_RANK.
+    want_product: needs a branch of grad.
     """
     _check_activation(activation)
     _check(gate, up, grad, branches=(grad_branch, gate_branch, up_branch))
     if want_product and grad_branch is None:
         raise ValueError("lora_gated_activation_backward: a product with the left side of a branch that is not there")
-    if scales is not None and any(b is None or b.left.shape[1] > MAX_INNER_RANK for b in (gate_branch, up_branch)):
-        raise ValueError(
-            f"lora_gated_activation_backward: scales for branches that are not there or above rank {MAX_INNER_RANK}"
-        )
-    N = gate.shape[1]
     grad, gate, up = (launch.with_unit_columns(t) for t in (grad, gate, up))
-    d_gate, d_up, y, sums, s = _lora_gated_activation_backward(
-        grad, gate, up, *_flat(grad_branch, gate_branch, up_branch), activation, want_output, want_product, scales is not None,
-        *(scales or (0.0, 0.0)),
-    )  # fmt: skip
-    sizes = [0 if b is None or not wanted else b.left.shape[1] * N for b, wanted in (
-        (grad_branch, want_product), (gate_branch, scales), (up_branch, scales))]  # fmt: skip
-    product, gate_B, up_B = sums.split(sizes)
-    return Gradients(
-        d_gate, d_up, y if want_output else None, product.view(-1, N) if want_product else None,
-        *((s, gate_B.view(N, -1), up_B.view(N, -1)) if scales else (None, None, None)),
-    )  # fmt: skip
+    d_gate, d_up, y, product = _lora_gated_activation_backward(
+        grad, gate, up, *_flat(grad_branch, gate_branch, up_branch), activation, want_output, want_product
+    )
+    return Gradients(d_gate, d_up, y if want_output else None, product if want_product else None)

@@ -191,16 +191,17 @@ def lora_swiglu_tiles() -> None:
     timed("one branch added by a product", lambda: added(gate, g))
     timed("activation", lambda: swiglu.gated_activation(gate, up))
     timed("activation backward", lambda: swiglu.gated_activation_backward(grad, gate, up, want_output=True))
-    timed("both gradients of one branch", lambda: lora.lowrank_gradients(gate, g.left, g.right))
+    timed("both gradients of one branch", lambda: lora.lowrank_gradients([lora.Pair(gate, g.left, g.right)]))
+    timed(
+        "both gradients of two branches",
+        lambda: lora.lowrank_gradients([lora.Pair(gate, g.left, g.right), lora.Pair(up, u.left, u.right)]),
+    )
     timed("quantise", lambda: fp8.quantise_rows(gate))
     calls: dict[str, Callable[[], object]] = {
         "forward": lambda: lora_swiglu.lora_gated_activation(gate, up, g, u),
         "backward": lambda: lora_swiglu.lora_gated_activation_backward(grad, gate, up, d, g, u, want_output=True),
         "backward, product for output": lambda: lora_swiglu.lora_gated_activation_backward(
             grad, gate, up, d, g, u, want_product=True
-        ),
-        "backward, all": lambda: lora_swiglu.lora_gated_activation_backward(
-            grad, gate, up, d, g, u, want_product=True, scales=(1.0, 1.0)
         ),
     }
     for rows, columns, warps, stages, programs in (
@@ -284,18 +285,18 @@ def lora_blocks() -> None:
     for width in (4096, 14336):
         inputs = randn(16384, width), randn(16384, 16), randn(width, 16)
         for block_t, block_n, warps, stages in shapes:
-            for programs in (1, 2):
+            for waves in (1, 3, 6, 12):
                 options = {
                     "BLOCK_T": block_t,
                     "BLOCK_N": block_n,
                     "NUM_WARPS": warps,
                     "NUM_STAGES": stages,
-                    "PROGRAMS_PER_MULTIPROCESSOR": programs,
+                    "MOST_WAVES": waves,
                 }
                 with constants(lora, **options):
                     attempt(
-                        f"lowrank 16384x{width} r16 BLOCK {block_t}x{block_n} warps {warps} stages {stages} programs {programs}",
-                        lambda i=inputs: graph_times(lambda: lora.lowrank_gradients(*i), repeats=8),
+                        f"lowrank 16384x{width} r16 BLOCK {block_t}x{block_n} warps {warps} stages {stages} waves {waves}",
+                        lambda i=inputs: graph_times(lambda: lora.lowrank_gradients([lora.Pair(*i)]), repeats=8),
                     )
 
 

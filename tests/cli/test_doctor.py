@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 
+import pytest
 import torch
 
 from rft import __version__, cli
@@ -48,6 +49,11 @@ def test_the_disk_where_sets_are_kept_is_named_with_its_speed(capsys, tmp_path, 
     sets = next(row for row in table["findings"] if (row["topic"], row["name"]) == ("disk", "sets"))
     assert str(tmp_path) in sets["text"]
     assert "MB/s" in sets["text"]
+    (tmp_path / "rft" / "bases").mkdir(parents=True)
+    (tmp_path / "rft" / "bases" / "key.safetensors").write_bytes(b"x" * 20_000_000)
+    _, table = findings(capsys)
+    bases = next(row for row in table["findings"] if (row["topic"], row["name"]) == ("disk", "bases"))
+    assert "1 quantised base, 0.02 GB" in bases["text"]
 
 
 def test_a_disk_that_cannot_be_written_is_told_and_is_no_crash(capsys, monkeypatch):
@@ -76,3 +82,12 @@ def test_without_the_data_engine_the_status_is_1_and_the_way_to_build_it_is_told
     assert status == 1
     row = next(row for row in table["findings"] if row["topic"] == "data engine")
     assert "make dev" in row["text"]
+
+
+def test_calibrating_without_a_gpu_says_where_to_run_it(capsys):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert cli.run(["doctor", "--calibrate"]) == 2
+    told = capsys.readouterr().err
+    assert "this machine has no GPU" in told
+    assert "rft plan --gpu" in told

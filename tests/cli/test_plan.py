@@ -86,7 +86,10 @@ def test_qlora_fits_where_lora_does_not(capsys):
     ("arguments", "words"),
     [
         ([], "no GPU to plan for"), (["--gpu", "Voodoo"], "not in the table"), (["--memory", "lots"], "is no size"),
-        (["--probe", "--gpu", "H200"], "runs on this machine"),
+        (["--probe", "--gpu", "H200"], "runs on this machine"), (["--memory", "1MiB"], "so little"), (["--memory", "9999999GiB"], "so much"),
+        (["--gpu", "H200", "--gpus", "64", "--per-node", "7"], "no whole nodes of 7"),
+        (["--gpu", "H200", "--gpus", "64", "--per-node", "7"], "--per-node 4, or --gpus 63"),
+        (["--gpu", "H200", "--per-node", "8"], "1 GPU in all"), (["--gpu", "H200", "--gpus", "9999999"], "--gpus"),
     ],
 )  # fmt: skip
 def test_a_machine_that_cannot_be_planned_for_is_refused(capsys, arguments, words):
@@ -111,3 +114,60 @@ def test_files_that_are_not_here_are_told(capsys):
     code, text = plan(capsys, "--gpu", "H200", "--set", "data.train.0.path=missing.jsonl")
     assert code == 0
     assert "its length is not known: the training files are not here" in text
+
+
+@pytest.mark.usefixtures("config")
+def test_sizes_and_nodes_are_shown_as_they_are(capsys):
+    code, text = plan(capsys, "--memory", "0.2GiB")
+    assert code == 1
+    assert "1x GPU 0.2 GiB" in text
+    code = cli.run(["plan", "chat.toml", "--gpu", "H200", "--gpus", "12", "--json"])
+    assert (code, json.loads(capsys.readouterr().out)["machine"]["per_node"]) == (0, 6)  # two nodes alike
+
+
+def test_the_hosts_seconds_are_called_a_guess_until_they_are_measured(config, capsys, monkeypatch):
+    from rft.memory.devices import write_calibration
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(config.parent / "cache"))
+    small = {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+    }
+    (config.parent / "model" / "config.json").write_text(json.dumps(LLAMA_8B | small))
+    arguments = ("--gpu", "H200", "--set", "train.tokens_per_step=1024", "--set", "data.seq_len=1024")
+    code, text = plan(capsys, *arguments)
+    assert code == 0
+    assert "bound by the host's launches (a guess until" in text
+    write_calibration("H200", {"launch": 2e-3}, "2026-01-01")
+    text = plan(capsys, *arguments)[1]
+    assert "bound by the host's launches" in text
+    assert "a guess" not in text
+    assert "GB/s each way" not in text
+    text = plan(capsys, *arguments, "--set", "memory.recompute=full", "--set", "memory.offload=disk")[1]
+    assert "a disk of 1.1 GB/s each way" in text
+
+
+def test_the_probe_makes_real_steps_shows_them_beside_the_plan_and_leaves_nothing_behind(tmp_path, capsys, monkeypatch):
+    from support.command import write_project
+    from support.data import some_chats
+
+    write_project(tmp_path, some_chats(12), train="max_steps = 9")
+    monkeypatch.chdir(tmp_path)
+    way = ("--set", "memory.recompute=full", "--set", "memory.offload=disk")
+    before = set(tmp_path.rglob("*"))
+    code, text = plan(capsys, "--probe", *way)
+    assert code == 0, text
+    assert "measured over 3 steps" in text
+    made = {path.relative_to(tmp_path).parts[0] for path in set(tmp_path.rglob("*")) - before}
+    assert made <= {"sets"}, "the prepared data is kept, and no run"
+    assert cli.run(["plan", "chat.toml", "--probe", "--json", "--set", "train.max_steps=2", *way]) == 0
+    probe = json.loads(capsys.readouterr().out)["probe"]
+    assert probe["steps"] == 2
+    assert probe["tokens_per_second"] > 0
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    code, text = plan(capsys, "--probe")
+    assert code == 2
+    assert "train.jsonl:1" in text

@@ -83,7 +83,7 @@ def test_a_number_is_taken_in_every_way_toml_writes_it(folder, line, value):
 @pytest.mark.parametrize(
     ("table", "line", "key", "given", "wanted", "do"),
     [
-        ("optim", 'lr = "2e-5"', "optim.lr", '"2e-5" is a string', 'a number above 0 or "auto"', "write lr = 2e-5, without quotes"),
+        ("optim", 'lr = "2e-5"', "optim.lr", '"2e-5" is a string', 'a number above 0 and of at most 10000 or "auto"', "write lr = 2e-5, without quotes"),
         ("train", "max_steps = 4096.0", "train.max_steps", "4096.0 is a decimal number", "an integer above 0", "write max_steps = 4096"),
         ("train", "seed = true", "train.seed", "true is a truth value", "an integer of at least 0 and below 4294967296", ""),
         ("model", "trust_remote_code = 1", "model.trust_remote_code", "1 is an integer", "true or false", ""),

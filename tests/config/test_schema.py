@@ -27,7 +27,7 @@ def test_every_key_says_what_it_is_for():
     ("path", "words"),
     [
         ("train.max_steps", "an integer above 0"),
-        ("optim.lr", 'a number above 0 or "auto"'),
+        ("optim.lr", 'a number above 0 and of at most 10000 or "auto"'),
         ("adapter.dropout", "a number of at least 0 and below 1"),
         ("adapter.targets", '"all-linear" or a list of strings'),
         ("data.train_on", '"assistant", "last", "all" or a list of names ("system", "user", "assistant" or "tool")'),
@@ -44,6 +44,27 @@ def test_the_json_schema_forbids_unknown_keys_and_describes_the_known(tmp_path):
     for name, table in made["$defs"].items():
         assert table["additionalProperties"] is False, name
     assert made["$defs"]["TrainConfig"]["properties"]["seed"]["description"] == "Seed of everything random."
+
+
+def numbers(node, path=()):
+    """(where, schema) of every number that is no integer."""
+    if isinstance(node, dict):
+        if node.get("type") == "number":
+            yield "/".join(path), node
+        for key, value in node.items():
+            yield from numbers(value, (*path, key))
+    elif isinstance(node, list):
+        for value in node:
+            yield from numbers(value, path)
+
+
+def test_every_number_has_an_upper_bound_and_a_lower_one():
+    """1e308 is a number too: as GiB it is no integer any more, as a rate it is no number after a step."""
+    found = dict(numbers(schema.json_schema()["$defs"]))
+    assert len(found) > 25
+    for where, node in found.items():
+        assert {"maximum", "exclusiveMaximum"} & node.keys(), where
+        assert {"minimum", "exclusiveMinimum"} & node.keys(), where
 
 
 TOMLS = {

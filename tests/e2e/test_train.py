@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from rft import cli
 from rft.checkpoint.load import find_latest, open_checkpoint
 from rft.config.load import load_config
 from rft.training.api import train_config
@@ -38,7 +39,9 @@ def finished(tmp_path_factory) -> Path:
     return folder
 
 
-def test_a_run_leaves_its_directory_and_says_that_it_is_finished_when_it_is_started_again(finished):
+def test_a_run_leaves_its_directory_and_says_that_it_is_finished_when_it_is_started_again(
+    finished, capsys, monkeypatch
+):
     run_dir = finished / RUN
     names = {path.name for path in run_dir.iterdir()}
     assert {
@@ -53,8 +56,9 @@ def test_a_run_leaves_its_directory_and_says_that_it_is_finished_when_it_is_star
     steps = [line["step"] for line in metrics(run_dir)]
     assert steps == list(range(1, len(steps) + 1))
     assert open_checkpoint(run_dir / "checkpoints" / f"step-{steps[-1]}").state["step"] == steps[-1]
-    code, out = rft("train", "chat.toml", cwd=finished)
-    assert code == 0
+    monkeypatch.chdir(finished)
+    assert cli.run(["train", "chat.toml"]) == 0
+    out = capsys.readouterr().out
     assert "finished" in out
     assert "--new" in out
     assert [line["step"] for line in metrics(run_dir)] == steps

@@ -39,7 +39,7 @@ def test_weights_moments_and_copies_are_those_of_the_reference(device, gradient,
 
 
 def test_twenty_steps_are_those_of_torch(device):
-    updates = drawn(device, copy=None)
+    updates = drawn(device, [(3, 5)], copy=None)  # several tensors and whole chunks: the test above
     theirs = [u.weight.clone().requires_grad_() for u in updates]
     torch_s = torch.optim.AdamW(theirs, lr=3e-3, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, foreach=False)
     moments = [(torch.zeros_like(u.weight), torch.zeros_like(u.weight)) for u in updates]

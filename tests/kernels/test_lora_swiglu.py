@@ -62,7 +62,7 @@ def test_output_and_gradients_match_the_reference(device, shape, ranks, activati
     eager = through_autograd(gate, up, grad, *branches, activation, plain)
     y = lora_gated_activation(gate, up, gate_branch, up_branch, activation)
     with_product = grad_branch is not None
-    d_gate, d_up, again, product, *_ = lora_gated_activation_backward(
+    d_gate, d_up, again, product = lora_gated_activation_backward(
         grad, gate, up, grad_branch, gate_branch, up_branch, activation, want_output=True, want_product=with_product
     )
     assert torch.equal(y, again)
@@ -74,30 +74,24 @@ def test_output_and_gradients_match_the_reference(device, shape, ranks, activati
     d_gate_too, d_up_too, *nothing = lora_gated_activation_backward(
         grad, gate, up, grad_branch, gate_branch, up_branch, activation
     )
-    assert nothing == [None] * 5
+    assert nothing == [None, None]
     assert torch.equal(d_gate, d_gate_too)
     assert torch.equal(d_up, d_up_too)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("ranks", [(4, 16, 7), (16, 1, 16), (0, 5, 9)], ids=str)
+@pytest.mark.parametrize("ranks", [(4, 16, 7), (16, 0, 16), (33, 5, 0)], ids=str)
 @pytest.mark.parametrize("shape", [(70, 200), (3, 17), (200, 300)], ids=str)
-def test_gradients_of_the_branches_are_those_of_the_gradients_that_are_given(device, shape, ranks, dtype):
+def test_the_product_is_that_with_the_output_that_is_not_written(device, shape, ranks, dtype):
     gate, up, grad, branches = drawn(*shape, ranks, dtype, device)
-    product = ranks[0] > 0
-    got = lora_gated_activation_backward(grad, gate, up, *branches, want_product=product, scales=(0.5, 1.5))
+    got = lora_gated_activation_backward(grad, gate, up, *branches, want_product=True)
     alone = lora_gated_activation_backward(grad, gate, up, *branches, want_output=True)
     assert torch.equal(got.gate, alone.gate)
     assert torch.equal(got.up, alone.up)
-    each = list(zip((got.gate, got.up), branches[1:], (0.5, 1.5), (got.gate_B, got.up_B), strict=True))
-    for dy, branch_, scale, dB in each:  # exact products of the inputs, fp32 sums
-        assert_close_fp32(dB, scale * dy.float().t() @ branch_.left.float(), 1e-5, what="B")
-    if product:
-        assert_close_fp32(got.product, branches[0].left.float().t() @ alone.y.float(), 1e-5, what="product")
-    truth = torch.cat([dy.float() @ b.right.float() for dy, b, *_ in each], dim=1)
-    assert_no_worse(got.s, torch.cat([dy @ b.right for dy, b, *_ in each], dim=1), truth, what="s")
-    again = lora_gated_activation_backward(grad, gate, up, *branches, want_product=product, scales=(0.5, 1.5))
-    assert all(a is b or torch.equal(a, b) for a, b in zip(got, again, strict=True))
+    # exact products of the inputs, fp32 sums
+    assert_close_fp32(got.product, branches[0].left.float().t() @ alone.y.float(), 1e-5)
+    again = lora_gated_activation_backward(grad, gate, up, *branches, want_product=True)
+    assert torch.equal(got.product, again.product)
 
 
 def test_views_of_wider_tensors_give_the_same_and_what_lies_beside_them_is_not_read(device):
@@ -123,13 +117,9 @@ def test_without_branches_it_is_the_gated_activation(device):
 def test_no_rows(device):
     gate, up, grad, branches = drawn(0, 8, (2, 2, 2), torch.float32, device)
     assert lora_gated_activation(gate, up, *branches[1:]).shape == (0, 8)
-    got = lora_gated_activation_backward(
-        grad, gate, up, *branches, want_output=True, want_product=True, scales=(1.0, 1.0)
-    )
+    got = lora_gated_activation_backward(grad, gate, up, *branches, want_output=True, want_product=True)
     assert got.y.shape == got.gate.shape == got.up.shape == (0, 8)
-    assert got.s.shape == (0, 4)
-    for sums, shape in ((got.product, (2, 8)), (got.gate_B, (8, 2)), (got.up_B, (8, 2))):
-        assert torch.equal(sums, torch.zeros(shape, device=device))
+    assert torch.equal(got.product, torch.zeros(2, 8, device=device))
 
 
 def test_wrong_arguments_are_refused_by_name(device):
@@ -143,8 +133,6 @@ def test_wrong_arguments_are_refused_by_name(device):
     grad = torch.ones_like(gate)
     with pytest.raises(ValueError, match="a branch that is not there"):
         lora_gated_activation_backward(grad, gate, up, None, fit, None, want_product=True)
-    with pytest.raises(ValueError, match="branches that are not there"):
-        lora_gated_activation_backward(grad, gate, up, None, fit, None, scales=(1.0, 1.0))
     wide = branch(MAX_RANK + 1, 6, 8, torch.float32, device)
     with pytest.raises(ValueError, match=f"r from 1 to {MAX_RANK}"):
         lora_gated_activation(gate, up, None, wide)
@@ -157,7 +145,7 @@ def test_registered_ops_pass_opcheck(device):
     torch.library.opcheck(_lora_gated_activation, (gate, up, *g, *u, "silu"), test_utils=checks)
     torch.library.opcheck(
         _lora_gated_activation_backward,
-        (grad, gate, up, *d, *g, None, None, "silu", True, True, False, 0.0, 0.0),
+        (grad, gate, up, *d, *g, None, None, "silu", True, True),
         test_utils=checks,
     )
 
@@ -177,7 +165,7 @@ def test_the_last_row_past_2_to_the_31_equals_the_same_row_alone(device):
 @pytest.mark.gpu
 def test_the_host_never_waits(device):
     gate, up, grad, branches = drawn(64, 512, (16, 16, 16), torch.bfloat16, device)
-    wanted = {"want_output": True, "want_product": True, "scales": (1.0, 1.0)}
+    wanted = {"want_output": True, "want_product": True}
     lora_gated_activation_backward(grad, gate, up, *branches, **wanted)
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -236,6 +236,17 @@ def test_a_sharded_rank_holds_its_share_of_the_states():
     assert seconds(shared, MemoryPlan(), machinery).parts["waiting for weights"] > 0
 
 
+def test_what_ranks_send_each_other_is_a_category_of_its_own():
+    alone = problem(trained_in_full=True)
+    one = sizes(alone, MemoryPlan()).moments
+    for ranks in ({"shards": 8}, {"replicas": 8}):
+        several = sizes(dataclasses.replace(alone, **ranks), MemoryPlan()).moments
+        assert "communication" not in one["loss"]
+        assert one["backward"].get("communication", 0) == 0
+        assert several["backward"]["communication"] == several["update"]["communication"] > 100 * 2**20
+        assert several["backward"]["backward of a layer"] == one["backward"]["backward of a layer"]
+
+
 def test_a_run_knows_what_was_planned_for_it():
     made, _ = decide(config(data={"seq_len": 4096}), H200, SMOLLM)
     planned = planned_for(made, SMOLLM, H200, kernels=True, can_recompute=True, isolates=True)

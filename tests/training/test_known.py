@@ -12,7 +12,8 @@ import pytest
 
 from rft.config.load import load_config
 from rft.training import known
-from rft.training.known import recall, resolve_without_weights
+from rft.training.known import recall
+from rft.training.preview import resolve_without_weights
 from support.data import write_tiny_tokenizer
 from support.tiny import tiny_llama
 

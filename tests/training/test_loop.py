@@ -229,7 +229,17 @@ def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tmp_path: Path, st
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_is_not_saved(tmp_path: Path):
-    run = stub_run(tmp_path, packs(6), optim={"lr": 1e30}, checkpoint={"save_every_steps": 1}, log={"every_steps": 100})
+    class Growing(TinyModel):
+        calls = 0
+
+        def backbone(self, batch):
+            hidden, none = super().backbone(batch)
+            self.calls += 1
+            return hidden * 1e16 ** (self.calls - 1), none  # beyond fp32 in the third step or the fourth
+
+    run = stub_run(
+        tmp_path, packs(6), model=Growing(), optim={"lr": 1e4}, checkpoint={"save_every_steps": 1}, log={"every_steps": 100}
+    )  # fmt: skip
     with pytest.raises(TrainingError, match=r"step \d: the (loss|next token|gradient norm) is (nan|inf)"):
         loop.train(run)
     kept = find_latest(run.run_dir)

@@ -200,3 +200,40 @@ def test_numbers_that_overflow_an_integer_of_the_machine_are_out_of_range():
         for value in (2**62, 10**30, 0):
             with pytest.raises(ValidationError):
                 config(train={key: value})
+
+
+@pytest.mark.parametrize(
+    ("memory", "words"),
+    [
+        ({"recompute": 3}, "memory.recompute = 3"),
+        ({"recompute": 99}, "2 decoder layers"),
+        ({"tiled_mlp": 100_000}, "memory.tiled_mlp = 100000"),
+        ({"limit": 140.0}, "memory.limit = 140"),
+        ({"offload": "cpu", "offload_keep": 1e6}, "memory.offload_keep"),
+    ],
+)
+def test_numbers_that_this_model_or_gpu_cannot_mean_are_refused_by_their_key(memory, words):
+    with pytest.raises(ConfigError, match=words):
+        decide(config(memory=memory, data={"seq_len": 2048}, train={"micro_batch": 4}))
+    kept = {key: value for key, value in memory.items() if key not in ("limit", "offload_keep")}
+    if kept == memory:
+        with pytest.raises(ConfigError, match=words):
+            decide(config(memory=memory, data={"seq_len": 2048}, train={"micro_batch": 4}), CPU)
+
+
+def test_the_largest_numbers_that_mean_something_are_taken():
+    memory = {"recompute": 2, "tiled_mlp": 8192, "limit": 139.0}
+    made, _ = decide(config(memory=memory, data={"seq_len": 2048}, train={"micro_batch": 4}))
+    assert (made.memory.recompute, made.memory.tiled_mlp, made.memory.limit) == (2, 8192, 139.0)
+
+
+@pytest.mark.parametrize(
+    ("layers", "keep", "words"), [(2, None, "base_weights"), (8, 4, "keep_ends = 4"), (8, 1000, "keep_ends = 1000")]
+)
+def test_fp8_of_no_layer_at_all_is_refused(layers, keep, words):
+    model = {"path": "m", "base_weights": "fp8"} | ({} if keep is None else {"keep_ends": keep})
+    facts = dataclasses.replace(SMALL, num_layers=layers)
+    with pytest.raises(ConfigError, match=words) as raised:
+        decide(config(model=model), facts=facts)
+    assert "none is left for FP8" in str(raised.value)
+    assert decide(config(model=model | {"keep_ends": 0}), facts=facts)[0].model.keep_ends == 0

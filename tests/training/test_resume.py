@@ -212,6 +212,8 @@ ALLOWED = [
     {"parallel": {"data": "shard"}},
     {"train": {"eval_every_steps": 3}},
     {"train": {"out": "elsewhere"}},
+    {"data": {"cache_gb": 5.0}},
+    {"model": {"cache_gb": 0.0}},
     {"data": {"train": [{"path": "moved.jsonl"}]}},  # what is in it is compared by the plan's hash
 ]
 REFUSED = [

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import rft.data
 from rft.checkpoint.load import find_latest
@@ -80,7 +81,7 @@ def trained(config: Path, out: str, *sets: str) -> Path:
 
 
 def trained_by_command(config: Path, out: str) -> Path:
-    """In a process like the one that is killed: the same number of threads adds in the same order."""
+    """In a process like the one that was killed."""
     status, output = Command(
         "train", config, "--set", f"train.out={out}", cwd=config.parent, program=PROGRAM
     ).end()  # fmt: skip
@@ -106,7 +107,8 @@ def test_a_stream_trains_to_the_losses_of_the_prepared_set_through_two_epochs(tm
 
 def test_killed_at_once_and_started_again_the_stream_goes_on_with_the_same_steps(tmp_path):
     config = project(tmp_path, 60, more="streaming = true")
-    straight = numbers(trained_by_command(config, "straight"))
+    torch.set_num_threads(1)  # as the process that is killed has: sums are added in the same order
+    straight = numbers(trained(config, "straight"))
     command = Command("train", config, cwd=tmp_path, program=PROGRAM)
     wait_for_step(tmp_path / RUN, 30, command)
     command.kill()
@@ -242,6 +244,14 @@ def test_an_open_stream_goes_on_from_its_state_on_another_number_of_ranks(tmp_pa
         next(opened(seq_len=128).resume(state))
     for rank in ranks:
         rank.close()
+    for odd in ({}, None, {**state, "packs": -1}, {**state, "epoch": 0.5}, {**state, "cursor": "window 3"}):
+        with pytest.raises(ValueError, match=r"state|packs|epoch|cursor"):
+            next(stream.resume(odd))
+    with pytest.raises(ValueError, match="batches = -1"):
+        stream.state(0, -1)
+    for option in ({"pad_id": 10**6}, {"rank": 2}, {"micro_batch": 0}):
+        with pytest.raises(ValueError, match=next(iter(option))):
+            opened(**option)
 
 
 def free_port() -> str:

@@ -25,7 +25,7 @@ def show(
         leave_stdout_to_json()
     checked = load_config(config, sets or [])
     from rft.launch import visible_gpus
-    from rft.training.known import resolve_without_weights
+    from rft.training.preview import resolve_without_weights
 
     resolved, decisions = resolve_without_weights(checked, processes=max(1, visible_gpus()))
     if as_json:

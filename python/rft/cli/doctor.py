@@ -22,6 +22,7 @@ from rft import __version__, log
 from rft.cli.arguments import leave_stdout_to_json
 from rft.errors import ConfigError
 from rft.report.environment import cpu_name
+from rft.words import counted
 
 _PACKAGES = ("torch", "triton", "transformers", "peft", "accelerate", "datasets", "tokenizers", "safetensors", "gguf",
              "pydantic", "numpy")  # fmt: skip
@@ -213,8 +214,9 @@ def _torch(torch: Any) -> Iterator[Finding]:
 
 
 def _attention(torch: Any) -> Iterator[Finding]:
-    from rft.models.attention import Needs, why_not_backend
+    from rft.models.attention import why_not_backend
     from rft.models.attention_fast import why_not
+    from rft.models.documents import Needs
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     purpose = {
@@ -282,6 +284,10 @@ def _disk() -> Iterator[Finding]:
         stats = os.statvfs(existing)
         free = stats.f_bavail * stats.f_frsize / 2**30
         yield Finding("disk", name, *_write_speed(existing, f"{folder}: {free:,.0f} GiB free"))
+    bases = sorted(cache.with_name("bases").glob("*.safetensors"))
+    size = sum(file.stat().st_size for file in bases) / 1e9
+    held = f"{cache.with_name('bases')}: {counted(len(bases), 'quantised base')}, {size:,.2f} GB (model.cache_gb bounds it)"
+    yield Finding("disk", "bases", True, held)
 
 
 def _write_speed(folder: Path, text: str) -> tuple[bool, str]:

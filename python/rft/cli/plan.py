@@ -21,9 +21,12 @@ if TYPE_CHECKING:
     from rft.training.planning import Answer
 
 GIB = 2**30
+MOST_GPUS = 65_536
+DEFAULT_PER_NODE = 8
+LEAST_MEMORY, MOST_MEMORY = 64 * 2**20, 4096 * GIB
 _SHOWN = {
     "weights": "weights", "adapter": "adapter", "gradients": "gradients", "optimizer": "optimizer", "activations": "activations",
-    "backward of a layer": "backward of a layer", "loss": "loss", "slack": "allocator's slack", "context": "CUDA context",
+    "backward of a layer": "backward of a layer", "communication": "communication", "loss": "loss", "slack": "allocator's slack", "context": "CUDA context",
 }  # fmt: skip
 
 
@@ -38,8 +41,12 @@ def command(
         str | None,
         typer.Option("--memory", help="Memory of each GPU: 24GiB. Default: what it has.", show_default=False),
     ] = None,
-    gpus: Annotated[int | None, typer.Option("--gpus", help="How many GPUs.", min=1, show_default=False)] = None,
-    per_node: Annotated[int, typer.Option("--per-node", help="GPUs of one node.", min=1)] = 8,
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", help="How many GPUs.", min=1, max=MOST_GPUS, show_default=False)
+    ] = None,
+    per_node: Annotated[
+        int | None, typer.Option("--per-node", help="GPUs of one node. Default: at most 8.", min=1, show_default=False)
+    ] = None,
     probe: Annotated[bool, typer.Option("--probe", help="Run a few real steps here and compare.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> int:
@@ -65,7 +72,7 @@ def command(
     return 0 if made.planned.fits else 1
 
 
-def _machine(gpu: str | None, memory: str | None, gpus: int | None, per_node: int, *, probe: bool) -> Machine:
+def _machine(gpu: str | None, memory: str | None, gpus: int | None, per_node: int | None, *, probe: bool) -> Machine:
     """The machine that is asked about. Raises ConfigError for a GPU that is not known and has no --memory."""
     import torch
 
@@ -73,6 +80,7 @@ def _machine(gpu: str | None, memory: str | None, gpus: int | None, per_node: in
     from rft.training.machine import Machine, inspect_machine
 
     ranks = gpus or 1
+    node = _gpus_of_a_node(ranks, per_node)
     if probe and (gpu or memory or gpus):
         raise ConfigError("--probe", "runs on this machine", do="leave out --gpu, --memory and --gpus")
     if gpu is None and memory is None:
@@ -100,8 +108,25 @@ def _machine(gpu: str | None, memory: str | None, gpus: int | None, per_node: in
     size = _bytes(memory) if memory else known.memory_bytes
     return Machine(
         kind="cuda", device_name=known.name if gpu is None or known is not UNKNOWN else gpu, memory_bytes=size, world_size=ranks,
-        bf16=known.capability >= (8, 0), cores=16, per_node=min(per_node, ranks),
+        bf16=known.capability >= (8, 0), cores=16, per_node=node,
     )  # fmt: skip
+
+
+def _gpus_of_a_node(gpus: int, per_node: int | None) -> int:
+    """As asked, or at most 8; nodes are alike. Raises ConfigError where that many are not whole nodes."""
+    if per_node is not None and gpus % per_node:
+        fewer, whole = _largest_divisor(gpus, per_node), max(per_node, gpus // per_node * per_node)
+        raise ConfigError(
+            f"--per-node {per_node}",
+            f"{counted(gpus, 'GPU')} in all: no whole nodes of {per_node}",
+            wanted="a number that divides --gpus",
+            do=f"--per-node {fewer}, or --gpus {whole}",
+        )
+    return per_node or _largest_divisor(gpus, DEFAULT_PER_NODE)
+
+
+def _largest_divisor(number: int, most: int) -> int:
+    return max(n for n in range(1, min(number, most) + 1) if number % n == 0)
 
 
 def _bytes(text: str) -> int:
@@ -110,7 +135,10 @@ def _bytes(text: str) -> int:
     if not match or float(match[1]) <= 0:
         raise ConfigError(f"--memory {text}", "is no size", wanted="a number of GiB, as in 24GiB")
     unit = {"gib": GIB, "g": GIB, "gb": 10**9, "mib": 2**20, "m": 2**20}[(match[2] or "GiB").lower()]
-    return int(float(match[1]) * unit)
+    size = float(match[1]) * unit
+    if not LEAST_MEMORY <= size <= MOST_MEMORY:
+        raise ConfigError(f"--memory {text}", "no GPU has so much or so little", wanted="64MiB to 4096GiB, as in 24GiB")
+    return int(size)
 
 
 # ---- for readers
@@ -173,9 +201,16 @@ def _show_speed(made: Answer) -> None:
     for key, seconds in chosen.times.parts.items():
         if seconds >= 5e-5:
             log.line(f"  {key:22}{1e3 * seconds:>8,.1f}")
-    bound = "" if chosen.times.launch < sum(chosen.times.parts.values()) else "  bound by the host's launches"
+    bound = (
+        ""
+        if chosen.times.launch < sum(chosen.times.parts.values())
+        else f"  bound by the host's launches{_guessed(made)}"
+    )
     log.line(f"  {'in all':22}{1e3 * chosen.seconds:>8,.1f}{bound}")
     log.line()
+    if "disk" in (chosen.plan.offload, chosen.plan.offload_states):
+        disk = made.planned.machinery.disk / 1e9
+        log.say("assumed", f"a disk of {disk:.1f} GB/s each way; a run measures its own and writes it into its receipt")
     flops = made.step_flops()
     log.say(
         "step",
@@ -188,6 +223,16 @@ def _show_speed(made: Answer) -> None:
         log.say("run", f"{exact}{steps}, {count(tokens)} tokens, {duration(made.steps * chosen.seconds)}")
     else:
         log.say("run", "its length is not known: the training files are not here")
+
+
+def _guessed(made: Answer) -> str:
+    """What the reader has to know of the host's seconds where nobody measured them."""
+    from rft.memory.devices import GUESSED_LAUNCH
+
+    rates = made.planned.machinery.rates
+    if not made.planned.problem.kernels or rates.launch == GUESSED_LAUNCH:
+        return " (a guess until `rft doctor --calibrate` has measured this host)"
+    return ""
 
 
 _PLANNED = (

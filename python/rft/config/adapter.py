@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, NonNegativeFloat, Tag, field_validator
+from pydantic import Discriminator, Field, Tag, field_validator
 
 from rft.config.table import Table
 
@@ -15,7 +15,7 @@ class LoraConfig(Table):
     name: Literal["lora"] = "lora"
     r: int = Field(16, ge=1, le=65_536)
     """Rank."""
-    alpha: NonNegativeFloat | None = None
+    alpha: float | None = Field(None, ge=0, le=1e6)
     """Scale numerator: the update is multiplied by alpha / r. Default 2 r."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout on the adapter's input."""

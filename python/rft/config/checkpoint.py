@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from rft.config.table import Table
 
@@ -22,5 +22,5 @@ class CheckpointConfig(Table):
     """Which weights `final/` holds. Default last; best under train.early_stop."""
     resume: Literal["auto", "never"] = "auto"
     """Whether a run directory that holds an unfinished run goes on."""
-    signal_timeout_seconds: PositiveFloat = 30.0
+    signal_timeout_seconds: float = Field(30.0, gt=0, le=86_400)
     """How long a save after SIGTERM or SIGINT may take."""

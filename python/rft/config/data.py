@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, PositiveFloat
+from pydantic import Field
 
 from rft.config.table import Table
 
@@ -66,7 +66,7 @@ class DataConfig(Table):
     """Drop documents whose tokens, labels and weights equal those of one before."""
     control_tokens: Literal["text", "allow"] = "text"
     """`text`: control tokens spelled inside a row's own text stay ordinary text. `allow`: they become control tokens."""
-    cache_gb: PositiveFloat = 100.0
+    cache_gb: float = Field(100.0, gt=0, le=1e6)
     """Disk that fetched files may take, in GB: those used longest ago are removed for new ones."""
     allow_code: bool = False
     """Whether `rows` of a data set may run code of yours."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveInt
 
 from rft.config.table import Table
+
+MOST_GIB = 1_000_000
+Gib = Annotated[float, Field(gt=0, le=MOST_GIB)]
 
 
 class MemoryConfig(Table):
@@ -16,9 +19,9 @@ class MemoryConfig(Table):
     """Decoder layers that are computed again in the backward pass: `none`, `full` (all), a number n (every n-th), or `selective` (all, but the output of their attention is kept). `auto`: the fewest with which the run fits."""
     offload: Literal["auto", "none", "cpu", "disk"] = "none"
     """Where what layers keep for the backward pass lies until then: on the GPU, in host memory, or there and, beyond `offload_host`, in a file in `offload_dir`. With recompute: what the recomputed layers keep; without: every saved tensor from 1 MiB on. `auto`: wherever the run fits soonest."""
-    offload_host: PositiveFloat | None = None
+    offload_host: Gib | None = None
     """GiB of host memory that `offload` may use on each rank. Default: 0.8 of what is free at the start, over the ranks of this machine."""
-    offload_keep: NonNegativeFloat = 0.0
+    offload_keep: float = Field(0.0, ge=0, le=MOST_GIB)
     """GiB of what `offload` would move that stays on the GPU: the last layers', which the backward pass needs first."""
     tiled_mlp: Literal["auto"] | PositiveInt = "auto"
     """Pieces of the sequence in which every gated MLP is computed, forward once more in the backward pass; 1 = whole. `auto`: whole, unless that does not fit."""
@@ -26,5 +29,5 @@ class MemoryConfig(Table):
     """Where optimizer states, and fp32 masters of weights that are computed with in bf16, lie between steps: on the GPU, in host memory, or in files of `offload_dir`. Not sharded."""
     offload_dir: str | None = None
     """Folder for what goes to disk; its files have no name while they are used, so a crash leaves none. Default: `offload` in the run directory."""
-    limit: PositiveFloat | None = None
+    limit: Gib | None = None
     """GiB that a rank's tensors may take, the allocator's slack among them; the CUDA context (about 0.6 GiB) is beside them. Default: what its GPU has."""

@@ -8,9 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     Discriminator,
     Field,
-    NonNegativeFloat,
     NonNegativeInt,
-    PositiveFloat,
     Tag,
     field_validator,
     model_validator,
@@ -20,6 +18,11 @@ from rft.config.table import Table
 
 DEFAULT_WARMUP_RATIO = 0.03
 """Of the steps, where neither `warmup_steps` nor `warmup_ratio` is given."""
+
+
+Rate = Annotated[float, Field(gt=0, le=10_000)]
+Decay = Annotated[float, Field(ge=0, le=100)]
+Epsilon = Annotated[float, Field(gt=0, le=10)]
 
 
 class _Schedule(Table):
@@ -79,9 +82,9 @@ class GroupConfig(Table):
 
     match: str
     """Regular expression, searched in the parameter's name."""
-    lr: PositiveFloat | None = None
+    lr: Rate | None = None
     """Learning rate of these parameters."""
-    weight_decay: NonNegativeFloat | None = None
+    weight_decay: Decay | None = None
     """Weight decay of these parameters."""
 
     @field_validator("match")
@@ -108,9 +111,9 @@ class _Optimizer(Table):
     """Keys that every optimizer has. Its name comes first in each."""
 
     name: str
-    lr: PositiveFloat | Literal["auto"] = "auto"
+    lr: Rate | Literal["auto"] = "auto"
     """Peak learning rate. auto: 2e-4 for LoRA, 1e-5 for full fine-tuning; a fifth of these for Lion, whose every update is a full step."""
-    weight_decay: NonNegativeFloat = 0.0
+    weight_decay: Decay = 0.0
     """Decoupled weight decay; on matrices only, never on norms, biases and embeddings."""
     schedule: ScheduleConfig = CosineSchedule()
     """How the rate moves over the run."""
@@ -128,7 +131,7 @@ class AdamWConfig(_Optimizer):
     name: Literal["adamw"] = "adamw"
     betas: Betas = [0.9, 0.999]
     """Decay of the first and second moment."""
-    eps: PositiveFloat = 1e-8
+    eps: Epsilon = 1e-8
     """Added to the denominator."""
     states: States = "float32"
     """Type of the moments. `bfloat16` halves them; they are rounded stochastically, so that small changes add up."""
@@ -140,7 +143,7 @@ class AdamW8bitConfig(_Optimizer):
     name: Literal["adamw_8bit"] = "adamw_8bit"
     betas: Betas = [0.9, 0.999]
     """Decay of the first and second moment."""
-    eps: PositiveFloat = 1e-8
+    eps: Epsilon = 1e-8
     """Added to the denominator."""
     library: Literal["bitsandbytes", "torchao"] = "bitsandbytes"
     """Whose code format and kernels. torchao is an extra: `pip install 'rft-llm[torchao]'`."""
@@ -154,7 +157,7 @@ class AdafactorConfig(_Optimizer):
     name: Literal["adafactor"] = "adafactor"
     decay: float = Field(0.8, gt=0, le=1)
     """The second moment of step t decays by 1 - t^-decay."""
-    clip: PositiveFloat = 1.0
+    clip: float = Field(1.0, gt=0, le=1e6)
     """Largest root mean square of an update, before the rate."""
 
 
@@ -180,7 +183,7 @@ class MuonConfig(_Optimizer):
     """Newton-Schulz iterations."""
     betas: Betas = [0.9, 0.999]
     """Of AdamW."""
-    eps: PositiveFloat = 1e-8
+    eps: Epsilon = 1e-8
     """Of AdamW."""
 
 

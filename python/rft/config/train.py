@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveInt
 
 from rft.config.table import Table
 
@@ -14,7 +14,7 @@ class EarlyStopConfig(Table):
 
     patience: PositiveInt = 3
     """Evaluations without a better loss after which the run ends."""
-    min_delta: NonNegativeFloat = 0.0
+    min_delta: float = Field(0.0, ge=0, le=1e6)
     """How much lower a loss must be to count as better."""
 
 
@@ -37,7 +37,7 @@ class TrainConfig(Table):
     """Type of the computation. auto: bf16, or fp32 on CPUs without bf16 arithmetic."""
     seed: int = Field(0, ge=0, lt=2**32)
     """Seed of everything random."""
-    max_grad_norm: PositiveFloat | Literal["none"] = 1.0
+    max_grad_norm: Annotated[float, Field(gt=0, le=1e9)] | Literal["none"] = 1.0
     """Gradients are scaled down to this norm."""
     eval_every_steps: PositiveInt | None = None
     """Held-out loss every so many steps, and always before the first and after the last."""

@@ -56,13 +56,8 @@ class Loader:
         pad_id: fills up packs; any id of the vocabulary, as nothing is learned there. micro_batch: packs of a `Batch`. shuffle: over
         the whole set, within windows of it, or not at all. balance: the packs of a step are dealt to the ranks by their cost. name: for messages.
         """
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank {rank} of {world_size}")
-        if micro_batch < 1:
-            raise ValueError(f"micro_batch = {micro_batch}: wanted 1 or more packs")
-        vocab_size = json.loads(store.manifest)["vocab_size"]
-        if not 0 <= pad_id < vocab_size:
-            raise ValueError(f"pad_id = {pad_id}: wanted an id of the set's vocabulary, 0 to {vocab_size - 1}")
+        check_place(rank, world_size, micro_batch)
+        check_pad_id(pad_id, json.loads(store.manifest)["vocab_size"])
         self.store, self.seq_len, self.packing, self.overlong = store, seq_len, packing, overlong
         self.seed, self.pad_id, self.shuffle, self.name = seed, pad_id, shuffle, name
         self.rank, self.world_size, self.micro_batch, self.balance = rank, world_size, micro_batch, balance
@@ -163,6 +158,20 @@ class Loader:
         for stream in list(self._streams):
             stream.close()
         self._streams.clear()
+
+
+def check_place(rank: int, world_size: int, micro_batch: int) -> None:
+    """Raise ValueError where there is no such rank, or nothing in a micro-batch."""
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} of {world_size}")
+    if micro_batch < 1:
+        raise ValueError(f"micro_batch = {micro_batch}: wanted 1 or more packs")
+
+
+def check_pad_id(pad_id: int, vocab_size: int) -> None:
+    """Raise ValueError where packs would be filled up with what no embedding has a row for."""
+    if not 0 <= pad_id < vocab_size:
+        raise ValueError(f"pad_id = {pad_id}: wanted an id of the set's vocabulary, 0 to {vocab_size - 1}")
 
 
 def check_packs_per_step(packs_per_step: int, micro_batch: int, world_size: int) -> None:

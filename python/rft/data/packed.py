@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rft.data.batch import Batch
-from rft.data.loader import Loader
+from rft.data.loader import Loader, check_pad_id
 from rft.data.streaming import Readers, StreamedSet, StreamLoader
 from rft.errors import DataError
 
@@ -86,9 +86,7 @@ class PackedSet:
         Raises DataError where the set or an option changed since, so that the packs are no longer the same; ValueError for what
         `state` never gives.
         """
-        if not isinstance(state, dict) or not {"plan_hash", "epoch", "packs"} <= state.keys():
-            raise ValueError(f"{state!r} is no state: wanted what state() gives, {{plan_hash, epoch, packs}}")
-        epoch, packs = _count(state["epoch"], "epoch"), _count(state["packs"], "packs")
+        epoch, packs = _position(state, "plan_hash", "epoch", "packs")
         plan = self._loader.plan(epoch)
         if plan.hash != state["plan_hash"]:
             raise DataError(
@@ -126,28 +124,33 @@ class PackedStream:
         """config: a TOML file, or its tables; `[model]` and `[data]` of it count. options: those of `StreamLoader`."""
         if arrays not in ("torch", "numpy"):
             raise ValueError(f"arrays = {arrays!r}: torch or numpy")
-        self._loader, self._arrays = StreamLoader(_streamed(config, seed=options["seed"]), **options), arrays
+        streamed, vocab_size = _streamed(config, seed=options["seed"])
+        check_pad_id(options["pad_id"], vocab_size)
+        self._loader, self._arrays, self._begun = StreamLoader(streamed, **options), arrays, 0
 
     def epoch(self, epoch: int) -> Iterator[Batch | ArrayBatch]:
         """Batches of an epoch from its beginning; waits for those not made yet."""
-        return self._batches(epoch, 0, None)
+        return self._batches(_count(epoch, "epoch"), 0, None)
 
     def state(self, epoch: int, batches: int) -> dict[str, Any]:
         """The position behind that many batches (of each rank) of the epoch that is read, counted from where `epoch` or `resume` began: plain JSON.
 
         It knows nothing of ranks, so it may be resumed on another number of them, or with another micro_batch.
         """
-        packs = self._begun + batches * self._packs_at_once
+        packs = self._begun + _count(batches, "batches") * self._packs_at_once
         return {
-            "plan_hash": self._loader.plan_hash(epoch),
+            "plan_hash": self._loader.plan_hash(_count(epoch, "epoch")),
             "epoch": epoch,
             "packs": packs,
             "cursor": self._loader.cursor(packs),
         }
 
     def resume(self, state: dict[str, Any]) -> Iterator[Batch | ArrayBatch]:
-        """The rest of the epoch of a `state`. Raises DataError where the data or an option changed since."""
-        epoch, packs = int(state["epoch"]), int(state["packs"])
+        """The rest of the epoch of a `state`. Raises DataError where the data or an option changed since; ValueError for what
+        `state` never gives."""
+        epoch, packs = _position(state, "plan_hash", "epoch", "packs", "cursor")
+        if not isinstance(state["cursor"], dict | None):
+            raise ValueError(f"cursor = {state['cursor']!r}: wanted what state() gives")
         if self._loader.plan_hash(epoch) != state["plan_hash"]:
             raise DataError(
                 "streamed data",
@@ -175,8 +178,8 @@ class PackedStream:
             self._loader.close()
 
 
-def _streamed(config: str | Path | dict[str, Any], *, seed: int) -> StreamedSet:
-    """What a config's `[model]` and `[data]` say, as a stream that this process reads alone."""
+def _streamed(config: str | Path | dict[str, Any], *, seed: int) -> tuple[StreamedSet, int]:
+    """What a config's `[model]` and `[data]` say, as a stream that this process reads alone; and the size of its vocabulary."""
     from rft.config.load import load_config
     from rft.data.prepare import prepare
     from rft.models.tokenizer import load_tokenizer
@@ -184,9 +187,17 @@ def _streamed(config: str | Path | dict[str, Any], *, seed: int) -> StreamedSet:
     asked = ["data.streaming=true", 'data.shuffle="window"', "train.max_steps=1"]
     loaded = load_config(config, asked)
     readers = Readers(uuid.uuid4().hex)
-    made = prepare(loaded.data, load_tokenizer(loaded.model), seed=seed, readers=readers)
+    tokenizer = load_tokenizer(loaded.model)
+    made = prepare(loaded.data, tokenizer, seed=seed, readers=readers)
     assert isinstance(made.train, StreamedSet)
-    return made.train
+    return made.train, tokenizer.vocab_size
+
+
+def _position(state: Any, *names: str) -> tuple[int, int]:
+    """(epoch, packs) of a state. Raises ValueError for what is none."""
+    if not isinstance(state, dict) or not set(names) <= state.keys():
+        raise ValueError(f"{state!r} is no state: wanted what state() gives, {{{', '.join(names)}}}")
+    return _count(state["epoch"], "epoch"), _count(state["packs"], "packs")
 
 
 def _count(value: Any, name: str) -> int:

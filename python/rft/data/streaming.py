@@ -87,6 +87,9 @@ class StreamLoader:
         balance: bool = True,
         name: str = "train",
     ):
+        from rft.data.loader import check_place
+
+        check_place(rank, world_size, micro_batch)
         self.set, self.seq_len, self.packing, self.overlong = streamed, seq_len, packing, overlong
         self.seed, self.pad_id, self.shuffle, self.name = seed, pad_id, bool(shuffle), name
         self.rank, self.world_size, self.micro_batch, self.balance = rank, world_size, micro_batch, balance

@@ -85,7 +85,8 @@ def _fp8(rows: int, device: torch.device) -> float | None:
 def _attention(tokens: int, device: torch.device) -> tuple[float | None, float | None]:
     """FLOP/s forward and backward of one long document, 32 heads of 128: (the fastest backend here, varlen_attn)."""
     from rft.models import attention_backends, attention_fast
-    from rft.models.attention import Documents, Needs, why_not_backend
+    from rft.models.attention import why_not_backend
+    from rft.models.documents import Documents, Needs
 
     length = min(tokens, 16384)
     found: dict[str, float] = {}
@@ -129,8 +130,9 @@ def _launch(device: torch.device) -> float | None:
 
     from rft.adapters.lora import inject
     from rft.config.adapter import LoraConfig
-    from rft.models.attention import DocumentMask, Documents, install_attention, register
+    from rft.models.attention import install_attention, register
     from rft.models.backbone import decoder_layers, find_base
+    from rft.models.documents import DocumentMask, Documents
     from rft.models.receipts import Receipts
     from rft.models.surgery import apply_swaps
 

@@ -16,6 +16,10 @@ from typing import Any
 GIB = 2**30
 
 
+GUESSED_LAUNCH = 2.5e-3
+"""Some 100 operations of 25 us: a guess, which stands until `rft doctor --calibrate` has measured a host."""
+
+
 @dataclass(frozen=True)
 class Rates:
     """What one device does. FLOP/s and bytes/s."""
@@ -33,9 +37,8 @@ class Rates:
     """Elementwise passes."""
     host: float
     """Between the device and pinned host memory, each way."""
-    launch: float = 2.5e-3
-    """Seconds of the host to launch one decoder layer forward and backward through the fused blocks: some 100 operations of 25 us. A guess
-    until `rft doctor --calibrate` has measured it."""
+    launch: float = GUESSED_LAUNCH
+    """Seconds of the host to launch one decoder layer forward and backward through the fused blocks."""
     context: int = 600 * 2**20
     """Bytes that a process takes beside torch's allocator: the CUDA context, libraries, compiled kernels."""
     source: str = "estimate"

@@ -204,10 +204,9 @@ def sizes(problem: Problem, plan: MemoryPlan) -> Sizes:
     transient = backward_bytes(problem, tokens, plan.tiled_mlp)
     if problem.base in ("nf4", "int8"):
         transient += f.largest_linear * size  # the buffer that weights are dequantised into
-    if problem.shards > 1:
-        transient += gathered_bytes(problem)
+    sent = gathered_bytes(problem) if problem.shards > 1 else 0
     if problem.replicas > 1:
-        transient += min(BUCKETS, states["gradients"])
+        sent += min(BUCKETS, states["gradients"])
     # the embedding's gradient is dense before it is added to that of a tied head, or cast; plain torch still holds the head's sum then
     dense = f.vocab_size * f.hidden_size * (size if problem.kernels else 2 * size)
     embedding = dense if problem.trained_in_full and not plan.in_backward else 0
@@ -233,10 +232,11 @@ def sizes(problem: Problem, plan: MemoryPlan) -> Sizes:
         },
         "backward": {
             **states, "gradients": before, "activations": activations + last_again, "backward of a layer": transient,
-            "loss": loss_gradient_bytes(problem, tokens) + scaled,
+            "communication": sent, "loss": loss_gradient_bytes(problem, tokens) + scaled,
         },
         "update": {
             **states, "gradients": gradients - _not_there_yet(problem, plan), "activations": a_layer + held, "backward of a layer": transient,
+            "communication": sent,
         },
         "embedding": {**states, "gradients": gradients, "activations": stream + held, "backward of a layer": embedding},
     }  # fmt: skip

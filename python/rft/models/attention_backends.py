@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 if TYPE_CHECKING:
-    from rft.models.attention import Documents
+    from rft.models.documents import Documents
 
 # Rows of a windowed document computed at a time: the band of keys they need is window + rows wide.
 _BLOCK = 1024

@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from rft.errors import Refused
 from rft.kernels import fp8
 from rft.kernels.rope import rope
-from rft.models.attention import NAME, CallConstants, DocumentMask, Documents, attention, recorded, register
+from rft.models.attention import NAME, CallConstants, attention, recorded, register
 from rft.models.backbone import find_base
+from rft.models.documents import DocumentMask, Documents
 from rft.models.linear import apply_linears, as_class, width_in, without_dropout
+from rft.models.matching import Candidate, Matcher
 from rft.models.mlp import linears_of, width_out
-from rft.models.surgery import Candidate, Matcher
 
 Table = Literal["halves", "neighbours", "once"]
 """How a table of cosines repeats its angles: [a | a], [a a b b ..], or not at all."""

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from rft.closeness import relative_error
 from rft.models.attention_backends import Inputs, math, varlen
+from rft.models.documents import Documents
 
 if TYPE_CHECKING:
-    from rft.models.attention import Documents, Needs
+    from rft.models.documents import Needs
 
 LONG = 4096
 """Tokens from which a document of its own call is faster through cuDNN than within varlen's: 541 TFLOP/s against 318 at 16,384, 498 of FA4 against 262
@@ -259,8 +260,6 @@ def proof(
 ) -> tuple[float, str | None]:
     """(largest relative error, why it may not serve or None) of a backend on this device, on packed documents of random numbers with what
     the model needs (soft-cap, sinks, window, head sizes): output and every gradient against plain maths."""
-    from rft.models.attention import Documents
-
     softcap, sinks, window, size, value_size = needs
     lengths = (200, 1, 131, 52) if name != "cudnn" else (60, LONG, 4)
     generator = torch.Generator().manual_seed(0)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rft.errors import Refused
-from rft.models.attention import PackedBatch
+from rft.models.documents import PackedBatch
 from rft.models.probe import Probed
 
 TERM = "router_aux"

@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from rft.errors import Refused
-from rft.models.attention import NAME, AttentionState, Documents, PackedBatch, attention_kwargs
+from rft.models.attention import NAME, AttentionState, attention_kwargs
+from rft.models.documents import Documents, PackedBatch
 
 
 def find_base(model: Any) -> nn.Module:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rft.errors import ModelError
 from rft.kernels import int8, nf4
-from rft.models.source import Slices, TensorReader
+from rft.models.tensor_reader import Slices, TensorReader
 
 _STATE = ".quant_state.bitsandbytes__nf4"
 _PARTS = (".absmax", ".nested_absmax", ".nested_quant_map", ".quant_map", _STATE)

@@ -22,9 +22,9 @@ from rft.kernels import fp8
 from rft.kernels.rms_norm import add_rms_norm, add_rms_norm_fp8, rms_norm_beside
 from rft.models.attention_block import AttentionBlock
 from rft.models.linear import as_class, holds_fp8, hooked
+from rft.models.matching import Candidate, Matcher
 from rft.models.mlp import FusedGatedMLP, GatedMLP
 from rft.models.norm import RMSNorm
-from rft.models.surgery import Candidate, Matcher
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from rft.errors import ModelError, RftError, TrainingError
-from rft.models.source import ModelSource, TensorReader
+from rft.models.source import ModelSource
+from rft.models.tensor_reader import TensorReader
 
 _ELEMENTS = 16 * 2**20
 """Read at a time: 64 MiB in fp32."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rft.errors import ModelError
 from rft.models.gguf_header import TensorPlace, read_header
-from rft.models.source import Slices
+from rft.models.tensor_reader import Slices
 
 _CONFIGS = {"llama": "LlamaConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config"}
 _IN_LAYER = {

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from rft import quant
 from rft.kernels import fp8
 from rft.kernels.lora_linear import Branch, FrozenLinear, lora_linears
-from rft.models.surgery import Candidate, Matcher
+from rft.models.matching import Candidate, Matcher
 from rft.quant.fp8 import Fp8Linear
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -17,13 +17,17 @@ from torch import Tensor, nn
 from rft.config.model import ModelConfig
 from rft.errors import ModelError
 from rft.models.names import is_adapter_parameter, plain_name
-from rft.models.source import ModelSource, Slices, TensorReader, checkpoint_dtype, find_model, in_a_line, whole
+from rft.models.source import ModelSource, checkpoint_dtype, find_model, in_a_line, whole
+from rft.models.tensor_reader import Slices, TensorReader
 from rft.quant.packed import PackedLinear
 
 __all__ = ["LocalPart", "build_meta", "checkpoint_dtype", "find_model", "materialise", "whole"]
 
 LocalPart = Callable[[Tensor], tuple[Tensor, Slices]]
 """Parameter -> (the plain tensor that this process holds of it, the slices of the whole that it covers)."""
+
+Codes = Callable[[str], Any]
+"""Plain name of a weight -> its codes (`nf4.Weight`, `int8.Weight`) where they are at hand, or None."""
 
 # Rows of an embedding read at a time where all of them must be seen: 16k rows x 4096 in bf16 are 128 MiB.
 _ROWS = 16384
@@ -211,12 +215,13 @@ def materialise(
     *,
     root: nn.Module | None = None,
     local_part: LocalPart = whole,
+    codes: Codes | None = None,
 ) -> Any:
     """Give a meta model its memory on `device`, its buffers and its weights; adapters stay to be initialised.
 
     root: the module that owns everything (the trainee, where it is an FSDP root); default the model.
-    local_part: says what this process holds of a parameter; default all of it. One tensor of the checkpoint is in
-    memory at a time. Raises ModelError for weights that do not fit, and for a buffer that nothing has written.
+    local_part: says what this process holds of a parameter; default all of it. codes: asked first for what is held in fewer
+    bits (checkpoint/base_cache.py). One tensor of the checkpoint is in memory at a time. Raises ModelError for weights that do not fit, and for a buffer that nothing has written.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     entries = plan_load(model, source)
@@ -230,7 +235,10 @@ def materialise(
         for entry in entries:
             for target, read in _tensors(entry, base, source.reader):
                 if target in packed:
-                    errors[target] = packed[target].fill(_whole_or_codes(entry, source.reader, read, packed[target]))
+                    held = codes(target) if codes is not None else None
+                    if held is None:
+                        held = _whole_or_codes(entry, source.reader, read, packed[target])
+                    errors[target] = packed[target].fill(held)
                 for home in homes.get(target, ()):
                     _fill(home, read, local_part)
                 for layer in rows.get(target, ()):

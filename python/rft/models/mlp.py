@@ -17,7 +17,7 @@ from rft.kernels import fp8
 from rft.kernels.lora_linear import lora_gated_mlp
 from rft.kernels.swiglu import Activation, gated_activation, gated_activation_fused
 from rft.models.linear import apply_linears, as_class, fits, is_lora, read, width_in, without_dropout
-from rft.models.surgery import Candidate, Matcher
+from rft.models.matching import Candidate, Matcher
 
 
 class GatedMLP(nn.Module):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rft.models.surgery import Candidate, Matcher
+from rft.models.matching import Candidate, Matcher
 
 Casting = Literal["round_then_scale", "scale_then_round", "one_plus_weight"]
 

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from rft.config.model import ModelConfig
 from rft.errors import Refused, RftError
-from rft.models.attention import NAME, Documents, Needs, attention_kwargs, install_attention
+from rft.models.attention import NAME, attention_kwargs, install_attention
 from rft.models.backbone import find_base
+from rft.models.documents import Documents, Needs
 from rft.models.head import LogitTransform
 from rft.models.shrink import build_small
 from rft.models.source import ModelSource

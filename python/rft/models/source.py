@@ -7,7 +7,7 @@ import json
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,21 +16,10 @@ from rft.config.explain import nearest_path
 from rft.config.model import ModelConfig
 from rft.errors import ModelError
 from rft.models.rope import scale_rope
-
-Slices = tuple[slice, ...]
+from rft.models.tensor_reader import Slices, TensorReader
 
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "tokenizer*"]
-
-
-class TensorReader(Protocol):
-    """Weights of one checkpoint under the names that the files (or, for GGUF, Hugging Face) give them."""
-
-    def names(self) -> list[str]: ...
-    def shape(self, name: str) -> tuple[int, ...]: ...
-    def read(self, name: str, part: Slices | None = None) -> Tensor:
-        """The tensor on the CPU, or the part of it that the slices (one a dim) cut out."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,11 @@ from rft.training import headline
 from rft.training.job import Job
 from rft.training.known import remember
 from rft.training.loop import train as train_run
+from rft.training.memory_modes import leave_no_folder
 from rft.training.replan import ran_out
 from rft.training.result import Result
 from rft.training.resume import LOG, RunLock, Start, begin, take_run_dir
+from rft.training.run import Run
 from rft.training.rundir import write_run_files
 from rft.training.setup import add_data, build_loaders, build_run, inspect_job
 from rft.training.state import check_same_plan
@@ -123,24 +125,31 @@ def _train_in(
         if start.checkpoint is not None:
             check_same_plan(run_dir, build_loaders(job)[0], start.checkpoint)
         return already_finished(run_dir, config_path, report if world.rank == 0 else None)
-    run = build_run(job, run_dir, start.checkpoint)
+    try:
+        run, result = _build_and_train(job, run_dir, start.checkpoint)
+    finally:
+        leave_no_folder(job.config, run_dir)
+    if run.is_main and report is not None:
+        write_page(report, run_dir)
+    headline.tell_end(run, time.perf_counter() - began)
+    return result
+
+
+def _build_and_train(job: Job, run_dir: Path, checkpoint: Checkpoint | None) -> tuple[Run, Result]:
+    run = build_run(job, run_dir, checkpoint)
     if run.is_main:
         write_run_files(run)
         headline.tell_run(run)
     assert run.signals is not None
     run.signals.install()
     try:
-        result = train_run(run)
+        return run, train_run(run)
     finally:
         run.signals.restore()
         run.loader.close()
         tell_offload(run.trainee)
         if run.eval_loader is not None:
             run.eval_loader.close()
-    if run.is_main and report is not None:
-        write_page(report, run_dir)
-    headline.tell_end(run, time.perf_counter() - began)
-    return result
 
 
 def tell_offload(trainee: Trainee) -> None:

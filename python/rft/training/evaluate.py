@@ -5,21 +5,41 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from rft.losses import NEXT_TOKEN
 from rft.models.finite import useless_numbers
 from rft.parallel.apply import reshard
 from rft.parallel.collectives import sum_over_ranks, sum_tensor_over_ranks
+from rft.training.state import TrainState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rft.training.held_out import HeldOut
+    from rft.data.loader import Loader
+    from rft.models.source import ModelSource
     from rft.training.run import Run
+    from rft.training.signals import Signals
+    from rft.training.trainee import Trainee
+
+
+@dataclass
+class HeldOut:
+    """What an evaluation needs of a run, and nothing that trains: no optimizer, no masters."""
+
+    trainee: Trainee
+    eval_loader: Loader
+    device: torch.device
+    micro_batch: int
+    world_size: int = 1
+    data_group: dist.ProcessGroup | None = None
+    signals: Signals | None = None
+    state: TrainState = field(default_factory=TrainState)
+    source: ModelSource | None = None
 
 
 @dataclass(frozen=True)

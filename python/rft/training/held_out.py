@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
-import torch.distributed as dist
 
 from rft.checkpoint.target import Target
 from rft.config.adapter import LoraConfig
@@ -17,33 +13,13 @@ from rft.data.loader import Loader
 from rft.errors import ConfigError
 from rft.models.tokenizer import load_tokenizer
 from rft.parallel.mesh import World, join_world
-from rft.training.evaluate import Evaluation, evaluate
+from rft.training.evaluate import Evaluation, HeldOut, evaluate
 from rft.training.job import Job
 from rft.training.machine import inspect_machine
 from rft.training.setup import add_data, build_trainee, inspect_job
-from rft.training.state import TrainState
-from rft.training.trainee import Trainee
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from rft.models.source import ModelSource
-    from rft.training.signals import Signals
-
-
-@dataclass
-class HeldOut:
-    """What an evaluation needs of a run, and nothing that trains: no optimizer, no masters."""
-
-    trainee: Trainee
-    eval_loader: Loader
-    device: torch.device
-    micro_batch: int
-    world_size: int = 1
-    data_group: dist.ProcessGroup | None = None
-    signals: Signals | None = None
-    state: TrainState = field(default_factory=TrainState)
-    source: ModelSource | None = None
 
 
 def evaluate_target(

@@ -26,8 +26,7 @@ from rft.models.rope import asked
 from rft.ranks import launched
 from rft.training.decision import Decision
 from rft.training.machine import Machine, usable_cores
-from rft.training.resolve import resolve, resolve_precision
-from rft.training.trackers import check_trackers
+from rft.training.resolve import resolve
 
 MOST_FILES = 200
 """Older ones are removed: each is about a kilobyte."""
@@ -71,28 +70,6 @@ class Known:
             isolates=self.isolates,
             can_recompute=self.can_recompute,
         )
-
-
-def resolve_without_weights(config: Config, *, processes: int = 1) -> tuple[Config, list[Decision]]:
-    """The config as a run on this machine would have it, and why; reads neither weights nor data.
-
-    processes: that `rft train` would start here. Without torch where an earlier call has met this model.
-    """
-    known = recall(config, processes)
-    if known is not None:
-        check_trackers(config.log)
-        decided, decisions = resolve_precision(config, known.machine)
-        decided, more = known.resolve(decided)
-        return decided, [*decisions, *more]
-    from dataclasses import replace
-
-    from rft.parallel.mesh import join_world
-    from rft.training.setup import inspect_job
-
-    world = join_world()
-    job = inspect_job(config, replace(world, world_size=max(processes, world.world_size)))
-    remember(config, processes, job.known)
-    return job.config, job.decisions
 
 
 def recall(config: Config, processes: int = 1) -> Known | None:

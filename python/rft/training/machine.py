@@ -34,7 +34,12 @@ class Machine:
     def describe(self) -> str:
         """`1x NVIDIA H200 139 GiB`, or `cpu, 2 cores (AVX-512 BF16)`."""
         if self.kind == "cuda":
-            return f"{self.world_size}x {self.device_name} {self.memory_bytes / 2**30:.0f} GiB"
+            gib = self.memory_bytes / 2**30
+            return (
+                f"{self.world_size}x {self.device_name} {gib:.0f} GiB"
+                if gib >= 10
+                else f"{self.world_size}x {self.device_name} {gib:.2g} GiB"
+            )
         ranks = f"{self.world_size} processes on " if self.world_size > 1 else ""
         return f"{ranks}cpu, {self.cores} cores ({self.device_name})"
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from rft.config.compatibility import uses_disk
 from rft.config.root import Config
-from rft.errors import Refused
+from rft.errors import Refused, unusable_folder
 from rft.memory.disk import DiskFile
 from rft.memory.host_pool import HostPool
 from rft.memory.offload import Offloader
@@ -83,6 +86,23 @@ def build_offloader(job: Job, num_layers: int, folder: Path) -> Offloader:
 
 
 def offload_folder(config: Config, run_dir: Path | None = None) -> Path:
-    """Where what goes to disk lies."""
+    """Where what goes to disk lies; it is made. Raises ConfigError where it cannot be, or nothing can be written there."""
     assert config.train.out is not None, "load_config() fills in train.out"
-    return Path(config.memory.offload_dir or (run_dir or Path(config.train.out)) / "offload")
+    folder = Path(config.memory.offload_dir or _default_folder(run_dir or Path(config.train.out)))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise unusable_folder("memory.offload_dir", folder, error) from None
+    return folder
+
+
+def leave_no_folder(config: Config, run_dir: Path) -> None:
+    """Remove the run's own folder for what goes to disk: its files have no names, so nothing is in it."""
+    if uses_disk(config):
+        with contextlib.suppress(OSError):
+            _default_folder(run_dir).rmdir()
+
+
+def _default_folder(run_dir: Path) -> Path:
+    return run_dir / "offload"

@@ -20,6 +20,7 @@ from rft.models.facts import Facts
 from rft.models.rope import asked
 from rft.training.decision import Decision
 from rft.training.machine import Machine
+from rft.words import counted
 
 MAX_DEFAULT_SEQ_LEN = 8192
 DEFAULT_TOKENS_PER_STEP = 32_768
@@ -116,6 +117,7 @@ def resolve(
     if machine.kind == "cpu" and config.train.deterministic == "auto":
         deciding.set("train.deterministic", True, "a CPU always is")
     _check_micro_batch(deciding, config, facts, machine)
+    _check_memory(deciding, config, facts, machine)
     if config.checkpoint.final is None:
         stops = config.train.early_stop is not None
         final, reason = ("best", "train.early_stop is set") if stops else ("last", "no train.early_stop")
@@ -238,6 +240,46 @@ def _check_micro_batch(deciding: _Deciding, config: Config, facts: Facts, machin
             f"{least / 2**30:,.1f} GiB, and there are {machine.memory_bytes / 2**30:,.1f}",
             do="leave train.micro_batch out, and set how much a step is with train.tokens_per_step",
         )
+
+
+def _check_memory(deciding: _Deciding, config: Config, facts: Facts, machine: Machine) -> None:
+    """Refuse numbers of [memory], and of layers left out of FP8, that this model or device cannot mean."""
+    memory, L = config.memory, facts.num_layers
+    if isinstance(memory.recompute, int) and memory.recompute > L:
+        raise ConfigError(
+            f"memory.recompute = {memory.recompute}",
+            f"every {memory.recompute}th of {counted(L, 'decoder layer')} is none but the first",
+            wanted=f"at most {L}",
+            do='set memory.recompute = "full", "selective" or "none", or a number of layers of which one is computed again',
+        )
+    keep = 1 if config.model.keep_ends is None else config.model.keep_ends
+    if config.model.base_weights == "fp8" and 2 * keep >= L:
+        raise ConfigError(
+            'model.base_weights = "fp8"' if config.model.keep_ends is None else f"model.keep_ends = {keep}",
+            f"{counted(keep, 'layer')} at each end stay in bf16, and the model has {counted(L, 'layer')}: none is left for FP8",
+            do='set model.base_weights = "bf16"' + (", or model.keep_ends = 0" if keep else ""),
+        )
+    seq_len = deciding.changes.get("data", {}).get("seq_len", config.data.seq_len)
+    packs = deciding.changes.get("train", {}).get("micro_batch", config.train.micro_batch)
+    assert isinstance(packs, int), "decided before"
+    assert seq_len is not None, "decided before"
+    tokens = packs * seq_len
+    if isinstance(memory.tiled_mlp, int) and memory.tiled_mlp > tokens:
+        raise ConfigError(
+            f"memory.tiled_mlp = {memory.tiled_mlp}",
+            f"a micro-batch has {tokens:,} tokens, and a piece needs one at least",
+            wanted="8 to 64 pieces for long texts; each costs launches of its own",
+            do="leave out memory.tiled_mlp: a piece is then as large as there is room for",
+        )
+    for key in ("limit", "offload_keep"):
+        given = getattr(memory, key)
+        if machine.kind == "cuda" and given is not None and given * GIB > machine.memory_bytes:
+            raise ConfigError(
+                f"memory.{key} = {given:g}",
+                f"the GPU has {machine.memory_bytes / GIB:.2f} GiB",
+                wanted="GiB of this GPU's memory",
+                do=f"lower memory.{key}, or leave it out",
+            )
 
 
 def _decide_optim(deciding: _Deciding, config: Config) -> None:

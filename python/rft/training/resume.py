@@ -26,7 +26,7 @@ LOCK, LOG = ".lock", "run.log"
 # accumulate may be dealt out anew as long as their product over all ranks stays.
 MAY_CHANGE = (
     "log.*", "checkpoint.*", "parallel.*", "memory.*", "train.eval_every_steps", "train.out", "train.on_oom",
-    "train.micro_batch", "data.store", "optim.in_backward",
+    "train.micro_batch", "data.store", "data.cache_gb", "model.cache_gb", "optim.in_backward",
     "data.train.*.path",  # the plan's hash covers what is in the files
     "data.eval.*.path",  # likewise the key of the held-out set
     "data.train.*.rows", "data.eval.*.rows", "data.allow_code",  # likewise

@@ -16,8 +16,10 @@ import torch
 
 from rft import log
 from rft.adapters.lora import initialise, inject, train_everything
+from rft.checkpoint.base_cache import BaseCache
 from rft.checkpoint.load import Checkpoint
 from rft.config.adapter import LoraConfig
+from rft.config.compatibility import uses_disk
 from rft.config.root import Config
 from rft.data.loader import Loader
 from rft.data.prepare import prepare
@@ -204,6 +206,8 @@ def build_run(job: Job, run_dir: Path, checkpoint: Checkpoint | None) -> Run:
     if total_steps == 0:
         raise ConfigError("train.epochs", f"{job.config.train.epochs:g} is no step at all", wanted="at least one step")
     refuse_many_updates(job, packs_per_step)
+    if uses_disk(job.config):
+        offload_folder(job.config, run_dir)  # raises before any weight is read
     trainee = build_trainee(job, run_dir)
     optimizer = build_optimizer(job, trainee, run_dir, packs_per_step=packs_per_step)
     config = job.config
@@ -280,9 +284,11 @@ def build_trainee(job: Job, run_dir: Path | None = None) -> Trainee:
         how = {"shard": "FSDP2, a group a layer", "replicate": "gradients summed in fp32 during the backward"}[job.mode]
         job.receipts.apply(f"parallel {job.mode}", 1, 1, f"{world.world_size} ranks, {how}")
     packed = pack_base(job, layers) if config.model.base_weights in ("nf4", "int8") else None
-    materialise(model, job.source, world.device, root=trainee, local_part=local_part)
+    cache = BaseCache.of(job.source, packed, world.device, config.model.cache_gb) if packed is not None else None
+    codes = cache.codes if cache is not None else None
+    materialise(model, job.source, world.device, root=trainee, local_part=local_part, codes=codes)
     if packed is not None:
-        tell_packed(job, packed)
+        tell_packed(job, packed, cache)
     settle_dynamic(model, config.model.rope.target_length)
     if isinstance(config.adapter, LoraConfig):
         initialise(model, config.adapter, seed=config.train.seed, local_part=local_part)
@@ -304,11 +310,16 @@ def pack_base(job: Job, layers: list[torch.nn.Module]) -> Packed:
     return placed
 
 
-def tell_packed(job: Job, packed: Packed) -> None:
-    """Receipt of a quantised base: how much, how well, and what stayed in 16 bits."""
+def tell_packed(job: Job, packed: Packed, cache: BaseCache | None) -> None:
+    """Receipt of a quantised base: how much, how well, whence its codes came, and what stayed in 16 bits."""
     size = packed.bytes() / packed.numbers * 8
     how = f"{packed.bytes() / 2**30:.2f} GiB, {size:.2f} bits a number; dequantised into one shared buffer"
-    checked = {"largest relative error of a weight": job.model.rft_packing_error}
+    error = job.model.rft_packing_error
+    if cache is not None:
+        came = cache.finish(error, keep=job.world.local_rank == 0)
+        log.say("base", f"{packed.kind}, {came}")
+        how, error = f"{how}; {came}", cache.error
+    checked = {"largest relative error of a weight": error}
     job.receipts.apply(f"{packed.kind} base", len(packed.linears), packed.of, how, checked)
     for why, count in packed.left.items():
         job.receipts.decline(f"{packed.kind} base", count, why)
@@ -328,6 +339,11 @@ def quantise_to_fp8(job: Job, layers: list[torch.nn.Module]) -> None:
     keep = job.config.model.keep_ends
     keep = KEPT_AT_EACH_END if keep is None else keep
     done = quantise_base(layers, keep_ends=keep, readers=readers_of_one_input)
+    if not done.count:
+        why = ", ".join(done.left) or "its decoder layers have no frozen linear"
+        raise Refused(
+            'model.base_weights = "fp8"', f"no linear can be held so: {why}", do='set model.base_weights = "bf16"'
+        )
     how = "e4m3 by row, both layouts; LoRA on unquantised inputs"
     job.receipts.apply("fp8 base", done.count, done.of, how, {"largest relative error of a weight": done.error})
     for why, count in done.left.items():
