@@ -1,12 +1,13 @@
 """Tokenization, file to flat ids: MB (10^6 bytes of UTF-8) a CPU second against gigatoken, fastokens and tokenizers 1.0.
 
     python bench/data/tokenization.py --corpora FOLDER --tokenizers FOLDER [--peers PYTHON ...] [--results FILE]
+    ... --tokenizer qwen3 llama3=llama.cpp-llama-bpe gemma=llama.cpp-gemma-4 --corpus english     # other vocabularies
 
 FOLDER of corpora: <name>.txt of bench/data/corpora.py. FOLDER of tokenizers: <name>/tokenizer.json or <name>.json.
 PYTHON: interpreters of environments that hold peers (`pip install gigatoken fastokens`; `pip install tokenizers==1.0.0rc3` in one
 of its own); each peer runs in the first that has it. Every figure is one fresh process pinned to its cores, cold: the first
-half of the corpus, after 20 short documents. Systems take turns, `--repeats` times. `.../2-cores` cases are wall clock: run
-them on an idle machine (`--threads 2`).
+half of the corpus, after 20 short documents. Systems take turns, `--repeats` times; so do the tokenizers of a corpus, since
+their rates are compared with each other too. `.../2-cores` cases are wall clock: run them on an idle machine (`--threads 2`).
 """
 
 from __future__ import annotations
@@ -122,7 +123,13 @@ def main() -> None:
     parser.add_argument("--corpora", type=Path, required=True)
     parser.add_argument("--tokenizers", type=Path, required=True)
     parser.add_argument("--peers", nargs="*", default=[], metavar="PYTHON")
-    parser.add_argument("--tokenizer", nargs="*", default=["qwen3"], help="names in the folder of tokenizers")
+    parser.add_argument(
+        "--tokenizer",
+        nargs="*",
+        default=["qwen3"],
+        metavar="NAME[=FILE]",
+        help="FILE: its name in the folder, else NAME",
+    )
     parser.add_argument("--corpus", nargs="*", default=list(CORPORA))
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
@@ -130,31 +137,39 @@ def main() -> None:
     args = parser.parse_args()
     systems = pythons(args.peers)
     results = Results(args.results)
-    for name in args.tokenizer:
-        file = args.tokenizers / name / "tokenizer.json"
-        file = file if file.is_file() else args.tokenizers / f"{name}.json"
-        for corpus in args.corpus:
-            suffix = "" if args.threads == 1 else f"/{args.threads}-cores"
-            case, kind = f"tokenize/{name}/{corpus}{suffix}", "cpu" if args.threads == 1 else "wall"
-            runs: dict[str, list[dict[str, float]]] = {system: [] for system in systems}
-            errors = {system: "no environment of --peers has it" for system in PEERS if system not in systems}
-            for _ in range(args.repeats):
+    named = [name.partition("=")[::2] for name in args.tokenizer]
+    found = {
+        name: (args.tokenizers / (file or name) / "tokenizer.json", f"{file or name}.json") for name, file in named
+    }
+    files = {name: file if file.is_file() else args.tokenizers / short for name, (file, short) in found.items()}
+    if missing := [f"{name}: no {file}" for name, file in files.items() if not file.is_file()]:
+        parser.error("; ".join(missing))
+    kind, suffix = ("cpu", "") if args.threads == 1 else ("wall", f"/{args.threads}-cores")
+    for corpus in args.corpus:
+        absent = {system: "no environment of --peers has it" for system in PEERS if system not in systems}
+        errors = {name: dict(absent) for name in files}
+        runs: dict[str, dict[str, list[dict[str, float]]]] = {name: {each: [] for each in systems} for name in files}
+        for _ in range(args.repeats):
+            for name, file in files.items():
                 for system in systems:
-                    if system in errors:
+                    if system in errors[name]:
                         continue
                     try:
                         text = args.corpora / f"{corpus}.txt"
-                        runs[system].append(measure(systems[system], system, file, text, args.threads))
+                        runs[name][system].append(measure(systems[system], system, file, text, args.threads))
                     except RuntimeError as error:
-                        errors[system] = str(error)
+                        errors[name][system] = str(error)
+        for name in files:
+            case = f"tokenize/{name}/{corpus}{suffix}"
             for system in ("rft", *PEERS):
-                if system in errors:
-                    results.error(case, system, errors[system])
+                if system in errors[name]:
+                    results.error(case, system, errors[name][system])
                     continue
-                results.add(case, system, "mb_per_second", [run[kind] for run in runs[system]])
+                made = runs[name][system]
+                results.add(case, system, "mb_per_second", [run[kind] for run in made])
                 if system == "rft":
-                    results.add(case, system, "load_seconds", [run["load"] for run in runs[system]])
-                    results.add(case, system, "peak_rss_mib", [run["peak"] for run in runs[system]])
+                    results.add(case, system, "load_seconds", [run["load"] for run in made])
+                    results.add(case, system, "peak_rss_mib", [run["peak"] for run in made])
 
 
 if __name__ == "__main__":

@@ -194,21 +194,33 @@ def test_a_leading_space_is_not_lost() -> None:
 
 
 def test_a_file_gives_the_ids_of_its_documents_on_any_number_of_threads(tmp_path: Path) -> None:
-    tokenizer = _native.Tokenizer(trained())
+    marked = Tokenizer.from_str(trained(nfc=False))
+    marked.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|im_end|>x"])
     documents = ["", *exact().documents(huge=False), "", *["the river runs to the sea " * 3000] * 30]
+    # New pieces and marks in turns, and rulers longer than any key.
+    documents += [f"<|im_start|>u{n}\n{n * 7919}zq{'=' * (n % 300)}<|im_end|>\n<|im_end|>x" for n in range(400)]
     documents = [document.replace("\0", "") for document in documents]
     path = tmp_path / "text"
     path.write_bytes("\0".join(documents).encode())
-    wanted = [tokenizer.encode(document) for document in documents]
-    for threads in (1, 2, 3):
-        ids, ends = tokenizer.encode_file(path, 0, threads)
-        assert ids.dtype == np.uint16
-        assert len(ends) == len(documents)
-        assert np.array_equal(ids, np.concatenate(wanted))
-        assert np.array_equal(ends, np.cumsum([len(each) for each in wanted]))
-    path.write_bytes(b"good\0bad \xff\0good")
+    for made in (trained(), marked.to_str(), sentence_piece()):
+        tokenizer = _native.Tokenizer(made)
+        assert tokenizer.engine[0]
+        wanted = [tokenizer.encode(document) for document in documents]
+        for threads in (1, 2, 3):
+            ids, ends = tokenizer.encode_file(path, 0, threads)
+            assert ids.dtype == np.uint16
+            assert len(ends) == len(documents)
+            assert np.array_equal(ids, np.concatenate(wanted))
+            assert np.array_equal(ends, np.cumsum([len(each) for each in wanted]))
+        # The library on the documents that mix most.
+        theirs = Tokenizer.from_str(made)
+        for document, ids in zip(documents[-40:], wanted[-40:], strict=True):
+            assert theirs.encode(document, add_special_tokens=False).ids == ids.tolist()
+    broken = tmp_path / "broken"
+    broken.write_bytes(b"good\0bad \xff\0good")
     with pytest.raises(_native.NativeError, match="document 1"):
-        tokenizer.encode_file(path, 0, 1)
+        tokenizer.encode_file(broken, 0, 1)
+    assert tokenizer.encode_file(path, 0, 1)[1][-1] == sum(len(each) for each in wanted)
 
 
 def test_a_lone_surrogate_is_refused() -> None:

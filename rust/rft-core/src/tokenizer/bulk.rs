@@ -134,18 +134,28 @@ impl Tokenizer {
         scratch: &mut super::Scratch,
         documents: &mut Documents,
     ) -> std::result::Result<(), usize> {
-        let mut rest = part;
-        loop {
-            let end = memchr(separator, rest).unwrap_or(rest.len());
-            let number = documents.ends.len();
-            let text = std::str::from_utf8(&rest[..end]).map_err(|_| number)?;
-            self.encode_ids_into(text, scratch, &mut documents.ids).map_err(|_| number)?;
-            documents.ends.push(documents.ids.len() as u64);
-            if end == rest.len() {
-                return Ok(());
+        let (mut start, mut number) = (0, documents.ends.len());
+        let result = loop {
+            let end = memchr(separator, &part[start..]).map_or(part.len(), |length| start + length);
+            let Ok(text) = std::str::from_utf8(&part[start..end]) else { break Err(number) };
+            if let (Ok(fast), Some(scratch)) = (&self.fast, &mut scratch.0)
+                && super::check_size(text).is_ok()
+            {
+                fast.add(part, start, text, scratch, &mut documents.ids);
+            } else if self.encode_ids_into(text, scratch, &mut documents.ids).is_ok() {
+                documents.ends.push(documents.ids.len() as u64);
+            } else {
+                break Err(number);
             }
-            rest = &rest[end + 1..];
+            if end == part.len() {
+                break Ok(());
+            }
+            (start, number) = (end + 1, number + 1);
+        };
+        if let (Ok(fast), Some(scratch)) = (&self.fast, &mut scratch.0) {
+            fast.finish(part, scratch, &mut documents.ids, &mut documents.ends);
         }
+        result
     }
 }
 

@@ -3,12 +3,15 @@
 //! A piece of up to 15 bytes is a 16-byte key (its bytes, its length on top) in a 32-byte entry, two to a cache line; one
 //! of up to 31 bytes has a 64-byte entry. Tokens lie in the entry, or, where they are too many, in a list behind.
 
+use super::bpe::FoldMap;
 use super::memory::Table;
 
 /// Longest piece with a short key.
 pub const SHORT: usize = 15;
-/// Longest piece with a key at all.
+/// Longest piece with a key in a table.
 pub const LONG: usize = 31;
+/// Longest piece that is remembered: rulers of signs and the like, which come again.
+pub const LONGEST: usize = 255;
 
 /// The bytes of a piece of up to 15 bytes, zeros behind, the length on top. Never 0.
 pub type Key = u128;
@@ -48,12 +51,14 @@ pub struct Cache {
     short_used: usize,
     long: Table<LongEntry>,
     long_used: usize,
+    longest: FoldMap<Box<[u8]>, (u32, u32)>,
     list: Vec<u32>,
 }
 
 /// 64 MiB of short entries; text without end must not take memory without end.
 const MOST_SHORT: usize = 1 << 21;
 const MOST_LONG: usize = 1 << 18;
+const MOST_LONGEST: usize = 1 << 15;
 
 /// Masks for the first n bytes.
 static MASKS: [u128; 16] = {
@@ -94,12 +99,11 @@ fn long_key(piece: &[u8]) -> [Key; 2] {
     [u128::from_le_bytes(halves[0]), u128::from_le_bytes(halves[1])]
 }
 
-/// The hash of a key.
+/// The hash of a key. Its top bits are good, which is all that tables ask for.
 #[inline(always)]
-pub fn hash(key: Key) -> u64 {
+fn hash(key: Key) -> u64 {
     let mixed = (key as u64) ^ ((key >> 64) as u64).wrapping_mul(0xc2b2_ae3d_27d4_eb4f);
-    let mixed = mixed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    mixed ^ mixed >> 29
+    mixed.wrapping_mul(0x9e37_79b9_7f4a_7c15)
 }
 
 #[inline(always)]
@@ -111,19 +115,22 @@ impl Cache {
     /// With room for about so many short pieces before it grows.
     pub fn new(room: usize) -> Cache {
         let size = (room * 2).next_power_of_two().max(1 << 10);
-        Cache { short: Table::new(size), short_used: 0, long: Table::new(1 << 12), long_used: 0, list: Vec::new() }
+        let (short, long) = (Table::new(size), Table::new(1 << 12));
+        Cache { short, short_used: 0, long, long_used: 0, longest: FoldMap::default(), list: Vec::new() }
     }
 
-    /// Asks for the cache line of a hash before it is needed.
+    /// The first slot of a short piece, whose cache line is asked for. Until something is put it stays that.
     #[inline(always)]
-    pub fn prefetch(&self, hash: u64) {
-        self.short.prefetch(self.short.slot(hash));
+    pub fn ask(&self, key: Key) -> u32 {
+        let slot = self.short.slot(hash(key));
+        self.short.prefetch(slot);
+        slot as u32
     }
 
-    /// The ids of a short piece.
+    /// The ids of a short piece by its first slot.
     #[inline(always)]
-    pub fn get(&self, key: Key, hash: u64) -> Option<Found<'_, 4>> {
-        let mut slot = self.short.slot(hash);
+    pub fn get(&self, key: Key, first: u32) -> Option<Found<'_, 4>> {
+        let mut slot = first as usize;
         loop {
             let entry = self.short.at(slot);
             if entry.key == key {
@@ -139,12 +146,12 @@ impl Cache {
             if entry.key == 0 {
                 return None;
             }
-            slot = self.short.next(slot);
+            slot = self.short.next_near(slot, first as usize);
         }
     }
 
     /// Remembers the ids of a short piece that is not there yet.
-    pub fn put(&mut self, key: Key, hash: u64, ids: &[u32]) {
+    pub fn put(&mut self, key: Key, ids: &[u32]) {
         if self.short_used * 4 >= self.short.len() * 3 {
             if self.short.len() >= MOST_SHORT {
                 return;
@@ -152,7 +159,7 @@ impl Cache {
             let size = self.short.len() * 2;
             let old = std::mem::replace(&mut self.short, Table::new(size));
             for entry in old.slots().iter().filter(|entry| entry.key != 0) {
-                let slot = self.free(self::hash(entry.key));
+                let slot = self.free(hash(entry.key));
                 *self.short.at_mut(slot) = *entry;
             }
         }
@@ -164,15 +171,16 @@ impl Cache {
             held = [LISTED << COUNT, self.list.len() as u32, ids.len() as u32, 0];
             self.list.extend_from_slice(ids);
         }
-        let slot = self.free(hash);
+        let slot = self.free(hash(key));
         *self.short.at_mut(slot) = Entry { key, ids: held };
         self.short_used += 1;
     }
 
     fn free(&self, hash: u64) -> usize {
-        let mut slot = self.short.slot(hash);
+        let first = self.short.slot(hash);
+        let mut slot = first;
         while self.short.at(slot).key != 0 {
-            slot = self.short.next(slot);
+            slot = self.short.next_near(slot, first);
         }
         slot
     }
@@ -231,12 +239,16 @@ impl Cache {
         let length = end - start;
         if length <= SHORT {
             let key = key(text, start, length);
-            return self.get(key, hash(key)).map(|found| match found {
+            return self.get(key, self.short.slot(hash(key)) as u32).map(|found| match found {
                 Found::Few([a, b, c, d], count) => Found::Few([a, b, c, d, 0, 0, 0], count),
                 Found::Many(many) => Found::Many(many),
             });
         }
-        if length <= LONG { self.get_long(&text[start..end]) } else { None }
+        if length <= LONG {
+            return self.get_long(&text[start..end]);
+        }
+        let (from, count) = *self.longest.get(&text[start..end])?;
+        Some(Found::Many(&self.list[from as usize..][..count as usize]))
     }
 
     /// Remembers the ids of a piece that is not there yet, if it is short enough.
@@ -244,9 +256,12 @@ impl Cache {
         let length = end - start;
         if length <= SHORT {
             let key = key(text, start, length);
-            self.put(key, hash(key), ids);
+            self.put(key, ids);
         } else if length <= LONG {
             self.put_long(&text[start..end], ids);
+        } else if length <= LONGEST && self.longest.len() < MOST_LONGEST {
+            self.longest.insert(text[start..end].into(), (self.list.len() as u32, ids.len() as u32));
+            self.list.extend_from_slice(ids);
         }
     }
 
@@ -273,7 +288,7 @@ mod tests {
     #[test]
     fn it_gives_back_what_it_got_also_after_it_grew() {
         let mut cache = Cache::new(16);
-        let pieces: Vec<String> = (0..20_000).map(|i: usize| format!("{}{i}", "x".repeat(i % 26))).collect();
+        let pieces: Vec<String> = (0..20_000).map(|i: usize| format!("{}{i}", "x".repeat(i % 250))).collect();
         for (index, piece) in pieces.iter().enumerate() {
             assert_eq!(found(&cache, piece.as_bytes()), None);
             let ids: Vec<u32> = (0..index as u32 % 11).map(|i| i + index as u32).collect();

@@ -3,7 +3,7 @@
 use super::added::{Finder, Stretch};
 use super::borders::Borders;
 use super::bpe::{Bpe, Memo, Unit};
-use super::cache::{Cache, Found, LONG, SHORT, hash, key};
+use super::cache::{Cache, Found, Key, LONG, SHORT, key};
 use super::cut::{Cutter, Scheme};
 use super::masks::Simd;
 use super::model::{Added, Form, Plan, Prefix, SPACE_MARK};
@@ -33,14 +33,25 @@ pub struct Scratch {
     pub(super) cache: Cache,
     memo: Memo,
     ends: Option<Box<Ends>>,
-    keys: Vec<(u128, u64)>,
+    keys: Box<[Asked; 2]>,
+    /// What waits to be put out: ids of known pieces, and between them gaps.
     out: Vec<u32>,
+    filled: usize,
     gaps: Vec<Gap>,
     parts: Vec<Part>,
     rounds: Rounds,
+    /// How many ids there were where each document ended.
+    marks: Vec<u64>,
 }
 
-/// A piece whose ids are not at hand.
+/// Keys of short pieces, and the slots at which they are sought first.
+#[derive(Clone, Copy)]
+struct Asked {
+    keys: [Key; STEP],
+    slots: [u32; STEP],
+}
+
+/// A piece whose ids are not at hand; an empty one is the end of a document.
 struct Gap {
     /// How many ids of other pieces come before it.
     filled: usize,
@@ -70,8 +81,12 @@ impl Part {
     }
 }
 
-/// Pieces whose gaps are filled together.
+/// Pieces that are looked up together.
 const BATCH: usize = 512;
+/// Ids and gaps that wait before they are put out. Gaps are filled together, since each waits for memory; but a new piece
+/// that comes again before it is known costs twice.
+const WAITING: usize = 2048;
+const GAPS: usize = 48;
 /// Pieces that memory is asked for while those before them are looked up.
 const STEP: usize = 64;
 
@@ -107,6 +122,8 @@ struct Work<'a, 's> {
     scratch: &'a mut Scratch,
     sink: &'a mut Sink<'s>,
     look: Look<'a>,
+    /// A text that the one given is in, and where, if ids may wait until the whole is done.
+    whole: Option<(&'a [u8], usize)>,
 }
 
 impl Engine {
@@ -154,7 +171,7 @@ impl Engine {
         for (text, id) in self.bpe.texts().zip(self.bpe.ids()) {
             if text.len() <= SHORT {
                 let key = key(text, 0, text.len());
-                cache.put(key, hash(key), &[*id]);
+                cache.put(key, &[*id]);
             } else if text.len() <= LONG {
                 cache.put_long(text, &[*id]);
             }
@@ -168,24 +185,60 @@ impl Engine {
             cache: self.seed.clone(),
             memo: Memo::default(),
             ends: None,
-            keys: vec![(0, 0); 2 * STEP],
-            out: vec![0; 7 * BATCH],
+            keys: Box::new([Asked { keys: [0; STEP], slots: [0; STEP] }; 2]),
+            out: vec![0; WAITING + 7 * BATCH],
+            filled: 0,
             gaps: Vec::new(),
             parts: Vec::new(),
             rounds: Rounds::default(),
+            marks: Vec::new(),
         }
     }
 
     /// Ids of a text with its added tokens, special ones as text where `text_only`.
     pub fn encode(&self, text: &str, text_only: bool, scratch: &mut Scratch, sink: &mut Sink<'_>, look: Look<'_>) {
-        let mut work = Work { scratch, sink, look };
+        self.cut(text, text_only, &mut Work { scratch, sink, look, whole: None });
+    }
+
+    /// Ids of one of many documents that lie in one text, the one that starts at `start`. They may wait for those of the
+    /// next ones, up to [`Engine::finish`].
+    pub fn add(&self, text: &[u8], start: usize, document: &str, scratch: &mut Scratch, ids: &mut Vec<u32>) {
+        let mut sink = Sink { ids, places: Places::None };
+        let work = &mut Work { scratch, sink: &mut sink, look: &mut |_| {}, whole: Some((text, start)) };
+        self.cut(document, false, work);
+        let Scratch { filled, gaps, .. } = work.scratch;
+        gaps.push(Gap { filled: *filled, start, end: start, known: true, parts: 0 });
+    }
+
+    /// Puts out the ids of all documents that were added, and where each ends.
+    pub fn finish(&self, text: &[u8], scratch: &mut Scratch, ids: &mut Vec<u32>, ends: &mut Vec<u64>) {
+        self.put_out(text, scratch, ids);
+        ends.append(&mut scratch.marks);
+    }
+
+    fn cut(&self, text: &str, text_only: bool, work: &mut Work<'_, '_>) {
         self.raw.cut(text, text_only, &mut |stretch| match stretch.id {
             Some(id) => {
                 let whole = Origin::Plain { base: 0, prefix: 0 };
-                work.sink.added(id, stretch.start, stretch.end, text.as_bytes(), &whole);
+                self.added_token(id, stretch.start, stretch.end, text.as_bytes(), &whole, work);
             }
-            None => self.stretch(text, stretch, true, text_only, &mut work),
+            None => self.stretch(text, stretch, true, text_only, work),
         });
+    }
+
+    fn added_token(
+        &self,
+        id: u32,
+        start: usize,
+        end: usize,
+        text: &[u8],
+        origin: &Origin<'_>,
+        work: &mut Work<'_, '_>,
+    ) {
+        let Some((whole, _)) = work.whole else { return work.sink.added(id, start, end, text, origin) };
+        work.scratch.out[work.scratch.filled] = id;
+        work.scratch.filled += 1;
+        self.put_out_many(whole, work.scratch, work.sink.ids);
     }
 
     /// Ids of a text whose added tokens are given: (start, end, id), in order.
@@ -198,7 +251,7 @@ impl Engine {
         look: Look<'_>,
     ) {
         let whole = Origin::Plain { base: 0, prefix: 0 };
-        let mut work = Work { scratch, sink, look };
+        let mut work = Work { scratch, sink, look, whole: None };
         let mut at = 0;
         for &(start, end, id) in tokens.iter().chain([&(text.len(), text.len(), u32::MAX)]) {
             if at < start {
@@ -277,7 +330,7 @@ impl Engine {
                 return self.text(normal, origin, 0, normal.len(), work);
             }
             self.normalized.cut(normal, text_only, &mut |inner| match inner.id {
-                Some(id) => work.sink.added(id, inner.start, inner.end, normal.as_bytes(), origin),
+                Some(id) => self.added_token(id, inner.start, inner.end, normal.as_bytes(), origin, work),
                 None => self.text(normal, origin, inner.start, inner.end, work),
             });
         });
@@ -298,7 +351,7 @@ impl Engine {
     }
 
     fn pieces(&self, text: &[u8], origin: &Origin<'_>, start: usize, end: usize, work: &mut Work<'_, '_>) {
-        let Work { scratch, sink, look } = work;
+        let Work { scratch, sink, look, whole } = work;
         let before = sink.ids.len();
         if self.bpe.lacks_bytes()
             && !matches!(sink.places, Places::None)
@@ -310,17 +363,37 @@ impl Engine {
         if start >= end {
             return;
         }
+        // Pieces of the whole text may wait, those of a changed copy may not.
+        match (*whole, origin) {
+            (Some((whole, at)), Origin::Plain { base, prefix: 0 }) => {
+                return self.walk(whole, at + base + start, at + base + end, scratch, sink.ids);
+            }
+            (Some((whole, _)), _) => self.put_out(whole, scratch, sink.ids),
+            _ => {}
+        }
+        self.walk(text, start, end, scratch, sink.ids);
+        self.put_out(text, scratch, sink.ids);
+        look(&sink.ids[before..]);
+        sink.place(&self.bpe, text, before, start, origin);
+    }
+
+    /// Cuts a text and looks its pieces up.
+    fn walk(&self, text: &[u8], start: usize, end: usize, scratch: &mut Scratch, ids: &mut Vec<u32>) {
         let (mut walk, mut first) = (Walk::new(start, end), start);
         let mut ends = scratch.ends.take().unwrap_or_default();
         while walk.next(&self.cutter, self.simd, text, &mut ends) {
             for batch in ends.get().chunks(BATCH) {
-                self.look_up(text, first, batch, scratch, sink.ids);
+                match self.simd {
+                    // SAFETY: [`Simd::all`] gives them only where the processor has these.
+                    #[cfg(target_arch = "x86_64")]
+                    Simd::Avx2 | Simd::Avx512 => unsafe { look_up_avx2(text, first, batch, scratch) },
+                    _ => look_up_any(text, first, batch, scratch),
+                }
+                self.put_out_many(text, scratch, ids);
                 first = batch[batch.len() - 1] as usize;
             }
         }
         scratch.ends = Some(ends);
-        look(&sink.ids[before..]);
-        sink.place(&self.bpe, text, before, start, origin);
     }
 
     /// Pieces of a text that lose bytes. The library counts places in the letters that stand for what is left of each
@@ -360,88 +433,45 @@ impl Engine {
         }
     }
 
-    /// Appends the ids of the pieces from `first` on that end at `ends`; at most [`BATCH`].
-    fn look_up(&self, text: &[u8], first: usize, ends: &[u32], scratch: &mut Scratch, ids: &mut Vec<u32>) {
-        let Scratch { cache, keys, out, gaps, .. } = scratch;
-        let (mut asked, mut start, mut filled) = (first, first, 0);
-        let mut ask = |cache: &Cache, ends: &[u32], keys: &mut [(u128, u64)]| {
-            for (slot, end) in keys.iter_mut().zip(ends) {
-                let (end, from) = (*end as usize, asked);
-                asked = end;
-                if end - from > SHORT {
-                    continue;
-                }
-                let key = key(text, from, end - from);
-                let hash = hash(key);
-                cache.prefetch(hash);
-                *slot = (key, hash);
-            }
-        };
-        // What is known goes to `out`; what is not leaves a gap.
-        gaps.clear();
-        let (mut steps, mut half) = (ends.chunks(STEP).peekable(), 0);
-        if let Some(step) = steps.peek() {
-            ask(cache, step, &mut keys[..STEP]);
+    /// Puts out what waits where it is much. Afterwards there is room for a batch.
+    #[inline(always)]
+    fn put_out_many(&self, text: &[u8], scratch: &mut Scratch, ids: &mut Vec<u32>) {
+        if scratch.filled >= WAITING || scratch.gaps.len() >= GAPS {
+            self.put_out(text, scratch, ids);
         }
-        while let Some(step) = steps.next() {
-            let (these, others) = keys.split_at_mut(STEP);
-            let (these, others) = if half == 0 { (these, others) } else { (others, these) };
-            half ^= 1;
-            if let Some(step) = steps.peek() {
-                ask(cache, step, others);
-            }
-            for ((key, hash), end) in these.iter().zip(step) {
-                let (from, end) = (start, *end as usize);
-                start = end;
-                let mut known = false;
-                if end - from <= SHORT {
-                    match cache.get(*key, *hash) {
-                        Some(Found::Few(few, count)) => {
-                            out[filled..filled + 4].copy_from_slice(&few);
-                            filled += count;
-                            continue;
-                        }
-                        found => known = found.is_some(),
-                    }
-                } else if end - from <= LONG {
-                    match cache.get_long(&text[from..end]) {
-                        Some(Found::Few(few, count)) => {
-                            out[filled..filled + 7].copy_from_slice(&few);
-                            filled += count;
-                            continue;
-                        }
-                        found => known = found.is_some(),
-                    }
-                }
-                gaps.push(Gap { filled, start: from, end, known, parts: 0 });
-            }
-        }
-        if gaps.is_empty() {
-            ids.extend_from_slice(&out[..filled]);
+    }
+
+    /// Appends what waits, of pieces of this text.
+    fn put_out(&self, text: &[u8], scratch: &mut Scratch, ids: &mut Vec<u32>) {
+        if scratch.gaps.is_empty() {
+            ids.extend_from_slice(&scratch.out[..scratch.filled]);
         } else {
-            self.fill(text, filled, scratch, ids);
+            self.fill(text, scratch, ids);
+            scratch.gaps.clear();
         }
+        scratch.filled = 0;
     }
 
     /// Appends what was found, and in its gaps the ids of pieces that were not.
     #[inline(never)]
-    fn fill(&self, text: &[u8], filled: usize, scratch: &mut Scratch, ids: &mut Vec<u32>) {
-        let Scratch { cache, memo, out, gaps, parts, rounds, .. } = scratch;
+    fn fill(&self, text: &[u8], scratch: &mut Scratch, ids: &mut Vec<u32>) {
+        let Scratch { cache, memo, out, filled, gaps, parts, rounds, marks, .. } = scratch;
         parts.clear();
         rounds.clear();
         for gap in gaps.iter_mut() {
             let (piece, base) = (&text[gap.start..gap.end], gap.start);
             let mut start = base;
             match &self.borders {
+                _ if piece.is_empty() => {}
                 Some(borders) if !gap.known && !piece.is_ascii() => borders.cut(piece, |end| {
                     let end = base + end;
                     if end - start <= SHORT {
-                        cache.prefetch(hash(key(text, start, end - start)));
+                        cache.ask(key(text, start, end - start));
                     }
                     parts.push(Part::new(start, end, end - start < piece.len()));
                     start = end;
                 }),
-                _ => parts.push(Part::new(start, gap.end, gap.known)),
+                _ => parts.push(Part::new(start, gap.end, gap.known || piece.len() > LONG)),
             }
             gap.parts = parts.len();
         }
@@ -456,12 +486,15 @@ impl Engine {
                 }
             }
         }
-        rounds.run(self.bpe.pairs(), self.simd);
+        rounds.run(&self.bpe, self.simd);
         let (mut copied, mut next) = (0, 0);
         for gap in gaps.iter() {
             ids.extend_from_slice(&out[copied..gap.filled]);
             copied = gap.filled;
             let before = ids.len();
+            if gap.start == gap.end {
+                marks.push(before as u64);
+            }
             for part in &parts[next..gap.parts] {
                 if part.count > 0 {
                     ids.extend_from_slice(&part.few[..part.count]);
@@ -486,8 +519,73 @@ impl Engine {
             }
             next = gap.parts;
         }
-        ids.extend_from_slice(&out[copied..filled]);
+        ids.extend_from_slice(&out[copied..*filled]);
     }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,bmi1,bmi2,lzcnt")]
+fn look_up_avx2(text: &[u8], first: usize, ends: &[u32], scratch: &mut Scratch) {
+    look_up_any(text, first, ends, scratch);
+}
+
+/// Brings what is known of the pieces from `first` on that end at `ends`, at most [`BATCH`], to what waits to be put out;
+/// what is not leaves a gap.
+#[inline(always)]
+fn look_up_any(text: &[u8], first: usize, ends: &[u32], scratch: &mut Scratch) {
+    let Scratch { cache, keys, out, gaps, .. } = scratch;
+    let (mut asked, mut start, mut filled) = (first, first, scratch.filled);
+    let (mut steps, mut half) = (ends.chunks(STEP).peekable(), 0);
+    if let Some(step) = steps.peek() {
+        asked = ask(cache, text, asked, step, &mut keys[0]);
+    }
+    while let Some(step) = steps.next() {
+        if let Some(step) = steps.peek() {
+            asked = ask(cache, text, asked, step, &mut keys[half ^ 1]);
+        }
+        let asked = &keys[half];
+        half ^= 1;
+        for ((key, slot), end) in asked.keys.iter().zip(&asked.slots).zip(step) {
+            let (from, end) = (start, *end as usize);
+            start = end;
+            let mut known = false;
+            if end - from <= SHORT {
+                match cache.get(*key, *slot) {
+                    Some(Found::Few(few, count)) => {
+                        out[filled..filled + 4].copy_from_slice(&few);
+                        filled += count;
+                        continue;
+                    }
+                    found => known = found.is_some(),
+                }
+            } else if end - from <= LONG {
+                match cache.get_long(&text[from..end]) {
+                    Some(Found::Few(few, count)) => {
+                        out[filled..filled + 7].copy_from_slice(&few);
+                        filled += count;
+                        continue;
+                    }
+                    found => known = found.is_some(),
+                }
+            }
+            gaps.push(Gap { filled, start: from, end, known, parts: 0 });
+        }
+    }
+    scratch.filled = filled;
+}
+
+/// Makes the keys of the pieces from `from` on and asks for their cache lines; gives where the last one ends.
+#[inline(always)]
+fn ask(cache: &Cache, text: &[u8], mut from: usize, ends: &[u32], asked: &mut Asked) -> usize {
+    for ((at_key, at_slot), end) in asked.keys.iter_mut().zip(&mut asked.slots).zip(ends) {
+        let end = *end as usize;
+        if end - from <= SHORT {
+            let key = key(text, from, end - from);
+            (*at_key, *at_slot) = (key, cache.ask(key));
+        }
+        from = end;
+    }
+    from
 }
 
 impl Origin<'_> {

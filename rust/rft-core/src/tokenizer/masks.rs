@@ -59,6 +59,20 @@ pub trait Masks {
     /// # Safety
     /// The processor has what the implementation names.
     unsafe fn of(bytes: &[u8; 64]) -> Raw;
+
+    /// Writes the places of the bits of a mask, added to a base. What lies behind them in the room is lost.
+    ///
+    /// # Safety
+    /// As [`Masks::of`].
+    #[inline(always)]
+    unsafe fn list(mut bits: u64, base: u32, room: &mut [u32; 80]) {
+        let mut filled = 0;
+        while bits != 0 {
+            room[filled & 63] = base + bits.trailing_zeros();
+            bits &= bits - 1;
+            filled += 1;
+        }
+    }
 }
 
 /// For any processor: a table look-up a byte.
@@ -118,6 +132,25 @@ impl Masks for Avx512 {
             let equal = |byte: u8| _mm512_cmpeq_epi8_mask(v, set(byte));
             let letter = within(_mm512_or_si512(v, set(32)), b'a', 26);
             Raw::of(letter, _mm512_movepi8_mask(v), |start, count| within(v, start, count), equal)
+        }
+    }
+
+    /// Sixteen at a time and without a branch: how many there are cannot be foretold.
+    #[inline(always)]
+    unsafe fn list(bits: u64, base: u32, room: &mut [u32; 80]) {
+        use std::arch::x86_64::*;
+        // SAFETY: the caller has AVX-512F; each store is of 16 places from one that at most 48 bits come before, so at most
+        // 64 of the 80 are written.
+        unsafe {
+            let first = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+            let mut places = _mm512_add_epi32(first, _mm512_set1_epi32(base as i32));
+            let mut to = room.as_mut_ptr();
+            for part in 0..4 {
+                let bits = (bits >> (16 * part)) as u16;
+                _mm512_storeu_si512(to.cast(), _mm512_maskz_compress_epi32(bits, places));
+                to = to.add(bits.count_ones() as usize);
+                places = _mm512_add_epi32(places, _mm512_set1_epi32(16));
+            }
         }
     }
 }
@@ -262,6 +295,19 @@ mod tests {
                     Simd::Neon => unsafe { Neon::of(&bytes) },
                 };
                 assert_eq!(given, wanted, "{simd:?} {bytes:?}");
+            }
+            let (mut given, mut wanted) = ([0; 80], [0; 80]);
+            let bits = (seed ^ seed >> 31) & seed.rotate_left(round as u32);
+            #[cfg(target_arch = "x86_64")]
+            if Simd::all().contains(&Simd::Avx512) {
+                // SAFETY: `all` names only what the processor has, and the other way needs nothing.
+                unsafe {
+                    Avx512::list(bits, 700, &mut given);
+                    Portable::list(bits, 700, &mut wanted);
+                }
+                let count = bits.count_ones() as usize;
+                assert_eq!(given[..count], wanted[..count], "{bits:x}");
+                assert!(bits == 0 || wanted[0] == 700 + bits.trailing_zeros());
             }
         }
     }

@@ -67,6 +67,14 @@ impl<T: Copy> Table<T> {
         (slot + 1) & (self.len() - 1)
     }
 
+    /// The slot to try behind a slot where `first` was tried first: the other one of a pair, then the next pair.
+    #[inline(always)]
+    pub fn next_near(&self, slot: usize, first: usize) -> usize {
+        // The same place in its pair as the first: the other one is next.
+        let step = if (slot ^ first) & 1 == 0 { slot } else { slot + 2 };
+        (step ^ 1) & (self.len() - 1)
+    }
+
     /// A slot.
     #[inline(always)]
     pub fn at(&self, slot: usize) -> &T {
@@ -86,8 +94,9 @@ impl<T: Copy> Table<T> {
     }
 }
 
+/// Asks for the cache line of a place.
 #[inline(always)]
-fn prefetch<T>(place: &T) {
+pub fn prefetch<T>(place: &T) {
     #[cfg(target_arch = "x86_64")]
     {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};

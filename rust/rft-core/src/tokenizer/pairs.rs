@@ -12,6 +12,9 @@ pub const NOBODY: u32 = MAX_TOKENS as u32;
 
 const EMPTY: u64 = u64::MAX;
 
+/// Numbers below it are looked up without a hash. A power of two.
+pub const FIRST: u32 = 256;
+
 /// The key of a pair, 40 bits.
 #[inline(always)]
 pub fn key(left: u32, right: u32) -> u64 {
@@ -75,6 +78,8 @@ impl Growing {
 /// Pairs that stay as they are: a perfect hash, so that a look-up has no branch. Keys of a group (top bits of one
 /// product) share a shift, by which their slots (bits of the same product) are moved to where all of them are free.
 pub struct Pairs {
+    /// What pairs of numbers below [`FIRST`] merge to: those of most symbols that merging starts from.
+    firsts: Vec<u32>,
     slots: Table<u64>,
     shifts: Vec<u16>,
     factor: u64,
@@ -87,6 +92,7 @@ impl Pairs {
         // Four to eight pairs a group, largest groups first, while most slots are free.
         let group_bits = bits - 3;
         let mut pairs = Pairs {
+            firsts: vec![NONE; (FIRST * FIRST) as usize],
             slots: Table::filled(1 << bits, EMPTY),
             shifts: vec![0; 1 << group_bits],
             factor,
@@ -114,6 +120,10 @@ impl Pairs {
             pairs.shifts[group[0].0 as usize] = shift;
             for (slot, (_, entry)) in places.iter().zip(group) {
                 *pairs.slots.at_mut(*slot) = *entry;
+                let (left, right) = ((entry >> (2 * BITS)) as u32, (entry >> BITS) as u32 & NOBODY);
+                if left | right < FIRST {
+                    pairs.firsts[(left * FIRST + right) as usize] = *entry as u32 & NOBODY;
+                }
             }
         }
         Some(pairs)
@@ -122,6 +132,12 @@ impl Pairs {
     #[inline(always)]
     fn moved(&self, mixed: u64, shift: u16) -> usize {
         ((mixed >> 20) as usize ^ usize::from(shift)) & self.mask
+    }
+
+    /// What a pair of numbers below [`FIRST`] merges to, [`NONE`] where it does not.
+    #[inline(always)]
+    pub fn first(&self, left: u32, right: u32) -> u32 {
+        self.firsts[((left % FIRST) * FIRST + right % FIRST) as usize]
     }
 
     /// The only slot at which a key may be.
@@ -168,6 +184,7 @@ mod tests {
             let (left, right) = pair(index);
             assert_eq!(fixed.get(left, right), index);
             assert_eq!(growing.get(left, right), index);
+            assert!(left | right >= FIRST || fixed.first(left, right) == index);
             assert_eq!(fixed.get(left + 300, right), NONE);
             assert_eq!(growing.get(left + 300, right), NONE);
             assert_eq!(fixed.get(left, NOBODY), NONE);

@@ -6,7 +6,8 @@
 
 use super::bpe::Bpe;
 use super::masks::Simd;
-use super::pairs::{self, NOBODY, Pairs};
+use super::memory::prefetch;
+use super::pairs::{self, FIRST, NOBODY, Pairs};
 use super::trie::NONE;
 
 /// Places of a piece: symbols stand from 1 on with [`NOBODY`] at either end. Below 2^5, see [`pick`].
@@ -17,6 +18,7 @@ pub const PICKED: usize = ROOM - 2;
 const TURNS: usize = 24;
 
 /// A piece.
+#[derive(Default)]
 struct Job {
     symbols: [u32; ROOM],
     /// Product and place of each pair that merges; in between the slots to be read.
@@ -24,13 +26,19 @@ struct Job {
     /// Places that hold a symbol or the ends.
     alive: u32,
     count: usize,
+    /// Whether all symbols are below [`FIRST`].
+    plain: bool,
     /// The two pairs of the last pick: place, slot, key.
     asked: [(usize, u32, u64); 2],
 }
 
 /// Pieces that wait for their merges.
 #[derive(Default)]
-pub struct Rounds(Vec<Job>);
+pub struct Rounds {
+    /// As many as ever waited; those of now are the first so many.
+    jobs: Vec<Job>,
+    waiting: usize,
+}
 
 /// Product << 5 | place of the left one: the least is the next pick, the leftmost of equals.
 #[inline(always)]
@@ -41,39 +49,46 @@ fn pick(product: u32, at: usize) -> u32 {
 impl Rounds {
     /// Forgets all pieces.
     pub fn clear(&mut self) {
-        self.0.clear();
+        self.waiting = 0;
     }
 
     /// Adds a piece, and gives its number; none where it has too many symbols or one that is none.
     pub fn add(&mut self, bpe: &Bpe, piece: &[u8]) -> Option<usize> {
-        let mut symbols = [NOBODY; ROOM];
-        let count = bpe.symbols(piece, &mut symbols[1..=PICKED])?;
-        let picks = [NONE; ROOM];
-        let alive = ((2u64 << (count + 1)) - 1) as u32;
-        self.0.push(Job { symbols, picks, alive, count, asked: [(0, 0, 0); 2] });
-        Some(self.0.len() - 1)
+        if self.waiting == self.jobs.len() {
+            self.jobs.push(Job::default());
+        }
+        // In place: moving one takes as long as a merge.
+        let job = &mut self.jobs[self.waiting];
+        job.symbols = [NOBODY; ROOM];
+        job.picks = [NONE; ROOM];
+        job.count = bpe.symbols(piece, &mut job.symbols[1..=PICKED])?;
+        job.alive = ((2u64 << (job.count + 1)) - 1) as u32;
+        job.plain = job.symbols[1..=job.count].iter().all(|symbol| *symbol < FIRST);
+        self.waiting += 1;
+        Some(self.waiting - 1)
     }
 
     /// Merges all.
-    pub fn run(&mut self, pairs: &Pairs, simd: Simd) {
+    pub fn run(&mut self, bpe: &Bpe, simd: Simd) {
         match simd {
             // SAFETY: [`Simd::all`] gives them only where the processor has these.
             #[cfg(target_arch = "x86_64")]
-            Simd::Avx2 | Simd::Avx512 => unsafe { self.run_avx2(pairs) },
-            _ => self.run_any(pairs),
+            Simd::Avx2 | Simd::Avx512 => unsafe { self.run_avx2(bpe) },
+            _ => self.run_any(bpe),
         }
     }
 
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx2,bmi1,bmi2,lzcnt")]
-    fn run_avx2(&mut self, pairs: &Pairs) {
-        self.run_any(pairs);
+    fn run_avx2(&mut self, bpe: &Bpe) {
+        self.run_any(bpe);
     }
 
     #[inline(always)]
-    fn run_any(&mut self, pairs: &Pairs) {
-        for jobs in self.0.chunks_mut(TURNS) {
-            for job in jobs.iter_mut() {
+    fn run_any(&mut self, bpe: &Bpe) {
+        let pairs = bpe.pairs();
+        for jobs in self.jobs[..self.waiting].chunks_mut(TURNS) {
+            for job in jobs.iter_mut().filter(|job| !job.plain) {
                 for at in 1..job.count {
                     let slot = pairs.slot(pairs::key(job.symbols[at], job.symbols[at + 1]));
                     pairs.prefetch(slot);
@@ -83,8 +98,13 @@ impl Rounds {
             let (mut active, mut left) = ([0u8; TURNS], 0);
             for (index, job) in jobs.iter_mut().enumerate() {
                 for at in 1..job.count {
-                    let key = pairs::key(job.symbols[at], job.symbols[at + 1]);
-                    job.picks[at] = pick(pairs.read(job.picks[at], key), at);
+                    let (left, right) = (job.symbols[at], job.symbols[at + 1]);
+                    let product = if job.plain {
+                        pairs.first(left, right)
+                    } else {
+                        pairs.read(job.picks[at], pairs::key(left, right))
+                    };
+                    job.picks[at] = pick(product, at);
                 }
                 active[index] = index as u8;
                 left += 1;
@@ -95,6 +115,7 @@ impl Rounds {
                     if jobs[usize::from(active[index])].ask(pairs) {
                         index += 1;
                     } else {
+                        jobs[usize::from(active[index])].symbols().for_each(|symbol| prefetch(&bpe.ids()[symbol]));
                         left -= 1;
                         active[index] = active[left];
                     }
@@ -108,16 +129,22 @@ impl Rounds {
 
     /// Appends the ids of a piece.
     pub fn ids(&self, index: usize, bpe: &Bpe, ids: &mut Vec<u32>) {
-        let job = &self.0[index];
-        let mut rest = job.alive & !1 & !(1 << (job.count + 1));
-        while rest != 0 {
-            ids.push(bpe.ids()[job.symbols[rest.trailing_zeros() as usize & (ROOM - 1)] as usize]);
-            rest &= rest - 1;
-        }
+        ids.extend(self.jobs[index].symbols().map(|symbol| bpe.ids()[symbol]));
     }
 }
 
 impl Job {
+    /// What it has become.
+    #[inline(always)]
+    fn symbols(&self) -> impl Iterator<Item = usize> {
+        let mut rest = self.alive & !1 & !(1 << (self.count + 1));
+        std::iter::from_fn(move || {
+            let place = (rest != 0).then_some(rest.trailing_zeros() as usize & (ROOM - 1))?;
+            rest &= rest - 1;
+            Some(self.symbols[place] as usize)
+        })
+    }
+
     /// Merges the next pick and asks for its new pairs; false where there is none.
     #[inline(always)]
     fn ask(&mut self, pairs: &Pairs) -> bool {
@@ -194,7 +221,7 @@ mod tests {
                 for piece in &pieces {
                     rounds.add(&bpe, piece.as_bytes()).expect("few symbols");
                 }
-                rounds.run(bpe.pairs(), simd);
+                rounds.run(&bpe, simd);
                 for (index, piece) in pieces.iter().enumerate() {
                     let (mut given, mut wanted) = (Vec::new(), Vec::new());
                     rounds.ids(index, &bpe, &mut given);

@@ -89,8 +89,14 @@ impl Trie {
     /// The value of the longest string that a text starts with.
     #[inline(always)]
     pub fn longest(&self, text: &[u8]) -> u32 {
-        let (mut node, mut base, mut last) = (ROOT, self.units[ROOT as usize] as u32, NONE);
-        for byte in text {
+        self.longest_with_length(text).0
+    }
+
+    /// The same with its length.
+    #[inline(always)]
+    pub fn longest_with_length(&self, text: &[u8]) -> (u32, usize) {
+        let (mut node, mut base, mut last, mut length) = (ROOT, self.units[ROOT as usize] as u32, NONE, 0);
+        for (byte, read) in text.iter().zip(1..) {
             let next = base ^ u32::from(*byte);
             let Some(unit) = self.units.get(next as usize) else { break };
             if (unit >> 32) as u32 & PARENT != node || next == ROOT {
@@ -98,10 +104,10 @@ impl Trie {
             }
             (node, base) = (next, *unit as u32);
             if unit >> 63 == 1 {
-                last = node;
+                (last, length) = (node, read);
             }
         }
-        if last == NONE { NONE } else { self.values[last as usize] }
+        (if last == NONE { NONE } else { self.values[last as usize] }, length)
     }
 }
 

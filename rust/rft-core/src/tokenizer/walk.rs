@@ -18,6 +18,8 @@ use super::unicode::{class, decode};
 pub const WINDOW: usize = 1024;
 const SLACK: usize = 192;
 
+type High = [u64; 11];
+
 /// A stretch of text that is being cut.
 pub struct Walk {
     /// Where the current block starts; past the end when all is done.
@@ -27,8 +29,13 @@ pub struct Walk {
     last: usize,
     /// Whether no block was read yet.
     fresh: bool,
-    now: Block,
-    spill: Spill,
+    /// Masks of the current block. Beyond the end of the text all is space.
+    now: Raw,
+    /// Bytes of characters beyond ASCII, by class; [`HAN`] and [`WEIRD`] beside. Of the current block, of the next one,
+    /// and those of its first character that lie in the one behind. All zero where a block is ASCII.
+    high: High,
+    next_high: High,
+    spill: High,
     carry: Carry,
 }
 
@@ -57,18 +64,8 @@ impl Ends {
     }
 }
 
-/// Masks of one block, as the schemes see it. Beyond the end of the text all is space.
-#[derive(Clone, Copy, Default)]
-struct Block {
-    raw: Raw,
-    /// Bytes of characters beyond ASCII, by class; [`HAN`] and [`WEIRD`] beside.
-    high: [u64; 11],
-}
-
 const HAN: usize = 9;
 const WEIRD: usize = 10;
-
-type Spill = [u64; 11];
 
 /// What a block tells the next one; bit 0 stands for its last byte.
 #[derive(Clone, Copy, Default)]
@@ -99,8 +96,9 @@ struct Carry {
 impl Walk {
     /// Of the text from `start` to `end`, which must be borders of characters, `start` before `end`.
     pub fn new(start: usize, end: usize) -> Walk {
-        let (now, spill, carry) = (Block::default(), Spill::default(), Carry::default());
-        Walk { at: start, end, last: start, fresh: true, now, spill, carry }
+        let none = High::default();
+        let (now, carry) = (Raw::default(), Carry::default());
+        Walk { at: start, end, last: start, fresh: true, now, high: none, next_high: none, spill: none, carry }
     }
 
     /// Gives the next ends; the last one of all is the end of the text. False where none are left.
@@ -155,18 +153,29 @@ impl Walk {
         let options = Options::of(cutter.scheme);
         let end = self.end;
         if std::mem::take(&mut self.fresh) {
-            self.now = self.read::<M, KIND>(cutter, &options, text, self.at);
+            self.now = self.begin::<M, KIND>(cutter, &options, text);
         }
+        // Out of memory and into registers.
+        let (mut now, mut carry) = (self.now, self.carry);
         while ends.count < WINDOW {
             if self.at >= end {
                 if self.last < end {
                     ends.push(end);
                     self.last = end;
                 }
-                return;
+                break;
             }
-            let next = self.read::<M, KIND>(cutter, &options, text, self.at + 64);
-            let starts = if self.now.high[WEIRD] == 0 { self.starts::<KIND>(&options, text, &next) } else { None };
+            let next = self.read::<M>(text, self.at + 64);
+            if KIND != SPACES && next.high != 0 {
+                self.classify::<KIND>(cutter, &options, text, self.at + 64, &next);
+            }
+            let starts = if now.high == 0 {
+                self.starts::<KIND, true>(&options, text, &now, &next, &mut carry)
+            } else if self.high[WEIRD] == 0 {
+                self.starts::<KIND, false>(&options, text, &now, &next, &mut carry)
+            } else {
+                None
+            };
             let Some(mut starts) = starts else {
                 // Piece by piece from the last border until the block is behind.
                 let until = (self.at + 64).min(end);
@@ -175,10 +184,9 @@ impl Walk {
                     ends.push(self.last);
                 }
                 self.at = self.last;
-                self.carry = Carry::default();
-                self.spill = Spill::default();
+                carry = Carry::default();
                 if self.at < end {
-                    self.now = self.read::<M, KIND>(cutter, &options, text, self.at);
+                    now = self.begin::<M, KIND>(cutter, &options, text);
                 }
                 continue;
             };
@@ -198,30 +206,42 @@ impl Walk {
                     }
                 }
             }
-            let count = starts.count_ones() as usize;
-            let (base, mut filled) = (self.at as u32, 0);
-            if let Some(room) = ends.list[ends.count..].first_chunk_mut::<64>() {
-                while starts != 0 {
-                    room[filled & 63] = base + starts.trailing_zeros();
-                    starts &= starts - 1;
-                    filled += 1;
-                }
+            if let Some(room) = ends.list[ends.count..].first_chunk_mut::<80>() {
+                // SAFETY: `M` is what the caller's features are for.
+                unsafe { M::list(starts, self.at as u32, room) };
             }
-            ends.count += count;
-            if count > 0 {
-                self.last = ends.list[ends.count - 1] as usize;
+            ends.count += starts.count_ones() as usize;
+            if starts != 0 {
+                self.last = self.at + 63 - starts.leading_zeros() as usize;
             }
             self.at += 64;
-            self.now = next;
+            if now.high | next.high != 0 {
+                self.high = self.next_high;
+                self.next_high = High::default();
+            }
+            now = next;
         }
+        (self.now, self.carry) = (now, carry);
     }
 
-    /// The masks of the block at a position; those of characters that began before it are in `spill`.
+    /// Reads the block at which the walk stands as its first.
     #[inline(always)]
-    fn read<M: Masks, const KIND: u8>(&mut self, cutter: &Cutter, options: &Options, text: &[u8], at: usize) -> Block {
+    fn begin<M: Masks, const KIND: u8>(&mut self, cutter: &Cutter, options: &Options, text: &[u8]) -> Raw {
+        (self.next_high, self.spill) = (High::default(), High::default());
+        let raw = self.read::<M>(text, self.at);
+        if KIND != SPACES && raw.high != 0 {
+            self.classify::<KIND>(cutter, options, text, self.at, &raw);
+        }
+        self.high = std::mem::take(&mut self.next_high);
+        raw
+    }
+
+    /// The masks of the block at a position.
+    #[inline(always)]
+    fn read<M: Masks>(&self, text: &[u8], at: usize) -> Raw {
         // SAFETY: `M` is what the caller's features are for.
         let of = |bytes: &[u8; 64]| unsafe { M::of(bytes) };
-        let raw = match text[..self.end].get(at..).and_then(|rest| rest.first_chunk::<64>()) {
+        match text[..self.end].get(at..).and_then(|rest| rest.first_chunk::<64>()) {
             Some(chunk) => of(chunk),
             None => {
                 let mut chunk = [b' '; 64];
@@ -230,16 +250,15 @@ impl Walk {
                 }
                 of(&chunk)
             }
-        };
-        if KIND == SPACES {
-            return Block { raw, high: [0; 11] };
         }
-        let mut block = Block { raw, high: self.spill };
-        self.spill = Spill::default();
+    }
+
+    /// Sets the classes of the characters beyond ASCII of the next block, which is at a position; those of a character
+    /// that began before it are in `spill`.
+    #[inline(always)]
+    fn classify<const KIND: u8>(&mut self, cutter: &Cutter, options: &Options, text: &[u8], at: usize, raw: &Raw) {
+        self.next_high = std::mem::take(&mut self.spill);
         let mut leads = raw.high & !raw.inner;
-        if leads == 0 {
-            return block;
-        }
         while leads != 0 {
             let bit = leads.trailing_zeros();
             leads &= leads - 1;
@@ -247,18 +266,29 @@ impl Walk {
             let kind = cutter.class(code);
             let slot = options.slot::<KIND>(code, kind);
             let bits = ((1u64 << length) - 1) << bit;
-            block.high[slot] |= bits;
+            self.next_high[slot] |= bits;
             if bit as usize + length > 64 {
                 self.spill[slot] |= (1 << (bit as usize + length - 64)) - 1;
             }
         }
-        block
     }
 
-    /// The starts of pieces in the current block; none where it must be cut piece by piece.
+    /// The starts of pieces in the current block, which may be known to be ASCII; none where it must be cut piece by
+    /// piece.
     #[inline(always)]
-    fn starts<const KIND: u8>(&mut self, options: &Options, text: &[u8], next: &Block) -> Option<u64> {
-        let (raw, high, c) = (self.now.raw, &self.now.high, self.carry);
+    fn starts<const KIND: u8, const ASCII: bool>(
+        &self,
+        options: &Options,
+        text: &[u8],
+        now: &Raw,
+        next: &Raw,
+        carry: &mut Carry,
+    ) -> Option<u64> {
+        let (mut raw, c) = (*now, *carry);
+        if ASCII {
+            (raw.high, raw.inner) = (0, 0);
+        }
+        let of = |class: u8| if ASCII { 0 } else { self.high[usize::from(class)] };
         let mut d = Carry { contracted: c.contracted, ..Carry::default() };
         if KIND == SPACES {
             let before = raw.blank << 1 | c.blank;
@@ -270,25 +300,25 @@ impl Walk {
                 d.line = line >> 63;
                 starts |= line & !before | !line & before;
             }
-            self.carry = d;
+            *carry = d;
             return Some(starts);
         }
         let ascii_other = !(raw.letter | raw.digit | raw.space | raw.high);
-        let cased = high[class::UPPER as usize] | high[class::LOWER as usize];
-        let caseless = high[class::CASELESS as usize];
-        let mark = high[class::MARK as usize];
-        let signs = high[class::PUNCTUATION as usize] | high[class::SYMBOL as usize];
-        let number = raw.digit | high[class::NUMBER as usize];
+        let cased = of(class::UPPER) | of(class::LOWER);
+        let caseless = of(class::CASELESS);
+        let mark = of(class::MARK);
+        let signs = of(class::PUNCTUATION) | of(class::SYMBOL);
+        let number = raw.digit | of(class::NUMBER);
         let white = raw.space;
-        let han = if KIND == DEEPSEEK { high[HAN] } else { 0 };
+        let han = if KIND == DEEPSEEK { of(HAN as u8) } else { 0 };
         let letter = raw.letter | cased | caseless | if options.marks { mark } else { 0 };
-        let other = ascii_other | signs | high[class::OTHER as usize] | if options.marks { 0 } else { mark };
+        let other = ascii_other | signs | of(class::OTHER) | if options.marks { 0 } else { mark };
         // White space that the next block starts with may be beyond ASCII.
-        if white >> 63 & next.high[WEIRD] & 1 == 1 {
+        if white >> 63 & self.next_high[WEIRD] & 1 == 1 {
             return None;
         }
-        let next_white = next.raw.space & 1;
-        let next_number = next.raw.digit & 1 | next.high[class::NUMBER as usize] & 1;
+        let next_white = next.space & 1;
+        let next_number = next.digit & 1 | self.next_high[usize::from(class::NUMBER)] & 1;
         let after_white = white >> 1 | next_white << 63;
         let before_letter = letter << 1 | c.letter;
         let before_other = other << 1 | c.other;
@@ -326,7 +356,7 @@ impl Walk {
                     self.start_at(stop, letter, next, options, &mut starts, &mut d);
                 }
             }
-            self.carry = d;
+            *carry = d;
             return Some(starts);
         }
 
@@ -344,24 +374,25 @@ impl Walk {
         let lines = raw.newline & run;
         let mut behind_line = inner & (lines << 1 | c.newline);
         d.newline = lines >> 63;
-        if behind_line != 0 {
-            let mut bad = lines & before_inner;
-            while bad != 0 {
-                let bit = bad.trailing_zeros();
-                bad &= bad - 1;
-                let gap = !inner & ((1u64 << bit) - 1);
-                let start = 64 - gap.leading_zeros();
-                behind_line &= !(1u64.checked_shl(start).unwrap_or(0));
-            }
-            if inner >> 63 == 1 {
-                let start = 64 - (!inner).leading_zeros();
-                if behind_line >> start.min(63) & 1 == 1 && start < 64 {
-                    let rest = &text[(self.at + 64).min(self.end)..self.end];
-                    match rest.iter().find(|byte| !matches!(byte, b' ' | 9 | 11 | 12)) {
-                        Some(10 | 13) => behind_line &= !(1 << start),
-                        Some(0x80..) => return None,
-                        _ => {}
-                    }
+        // But for those that another newline ends, be it in the next block.
+        let mut bad = lines & before_inner;
+        while bad != 0 {
+            let bit = bad.trailing_zeros();
+            bad &= bad - 1;
+            let gap = !inner & ((1u64 << bit) - 1);
+            let start = 64 - gap.leading_zeros();
+            behind_line &= !(1u64.checked_shl(start).unwrap_or(0));
+        }
+        let stops = !(next.space & !next.newline);
+        let stop = stops & stops.wrapping_neg();
+        if inner >> 63 == 1 && (stop == 0 || stop & (next.newline | next.high) != 0) {
+            let start = 64 - (!inner).leading_zeros();
+            if behind_line >> start.min(63) & 1 == 1 && start < 64 {
+                let rest = &text[(self.at + 64).min(self.end)..self.end];
+                match rest.iter().find(|byte| !matches!(byte, b' ' | 9 | 11 | 12)) {
+                    Some(10 | 13) => behind_line &= !(1 << start),
+                    Some(0x80..) => return None,
+                    _ => {}
                 }
             }
         }
@@ -399,7 +430,7 @@ impl Walk {
             }
             // Numbers and Han runs end the text for the pattern that cuts white space.
             let stop = number | han;
-            let next_stop = next_number | next.high[HAN] & 1;
+            let next_stop = next_number | self.next_high[HAN] & 1;
             last_white &= !(stop >> 1 | next_stop << 63);
             let before_han = han << 1 | c.lone;
             d.lone = han >> 63;
@@ -417,7 +448,7 @@ impl Walk {
                 | run_start
                 | behind_line
                 | last_white;
-            self.carry = d;
+            *carry = d;
             return Some(starts);
         }
 
@@ -439,13 +470,13 @@ impl Walk {
                     self.start_at(bit + length - 1, letter, next, options, &mut starts, &mut d);
                 }
             }
-            self.carry = d;
+            *carry = d;
             return Some(starts);
         }
 
         // Cased: an upper-case letter behind a lower-case one starts a piece.
-        let upper = raw.upper | high[class::UPPER as usize];
-        let lower = raw.letter & !raw.upper | high[class::LOWER as usize];
+        let upper = raw.upper | of(class::UPPER);
+        let lower = raw.letter & !raw.upper | of(class::LOWER);
         let either = caseless | mark;
         let before_either = either << 1 | c.caseless;
         d.caseless = either >> 63;
@@ -473,30 +504,28 @@ impl Walk {
                 }
             }
         }
-        self.carry = d;
+        *carry = d;
         Some(starts)
     }
 
     /// Notes a start at a bit of this block or the next one, if a letter stands there.
     #[inline(always)]
-    fn start_at(&self, bit: usize, letter: u64, next: &Block, options: &Options, starts: &mut u64, d: &mut Carry) {
+    fn start_at(&self, bit: usize, letter: u64, next: &Raw, options: &Options, starts: &mut u64, d: &mut Carry) {
         if self.at + bit >= self.end {
             return;
         }
         if bit < 64 {
             *starts |= letter & 1 << bit;
         } else {
-            d.extra |= next.letters(options) & 1 << (bit - 64);
+            d.extra |= self.next_letters(next, options) & 1 << (bit - 64);
         }
     }
-}
 
-impl Block {
-    fn letters(&self, options: &Options) -> u64 {
-        let high = &self.high;
+    fn next_letters(&self, next: &Raw, options: &Options) -> u64 {
+        let high = &self.next_high;
         let marks = if options.marks { high[class::MARK as usize] } else { 0 };
         let cased = high[class::UPPER as usize] | high[class::LOWER as usize];
-        self.raw.letter | cased | high[class::CASELESS as usize] | marks
+        next.letter | cased | high[class::CASELESS as usize] | marks
     }
 }
 
