@@ -16,6 +16,9 @@ from rft.memory.sizes import Problem, kept_by_recomputed, layer_bytes, recompute
 PLAIN_LAUNCH = 9.1e-3
 """Seconds of the host to launch one decoder layer forward and backward through PEFT's own modules: 4,096 tokens a micro-batch at 15,000
 tok/s over 30 layers on an H200's host (SmolLM2-135M with LoRA, docs/design-notes.md)."""
+BETWEEN_KERNELS = 0.375e-3
+"""Seconds of a decoder layer, forward and backward, in which no kernel runs: 12 ms of a step of 433 of the 8B over FP8 on an H200
+(docs/design-notes.md). Of every micro-batch, so that larger ones are faster."""
 BACKWARD_OF_ATTENTION = 2.5
 """Times the forward: five products instead of two."""
 SMALL_HEADS = 0.9
@@ -101,6 +104,7 @@ def seconds(problem: Problem, plan: MemoryPlan, machinery: Machinery) -> Times:
     labelled = tokens * problem.label_share
     products = (6.0 if problem.trained_in_full else 4.0) * labelled * head
     parts["loss"] = products / plain_rate + 3 * labelled * f.vocab_size * problem.itemsize / r.memory
+    parts["between kernels"] = BETWEEN_KERNELS * L * (1 + share / 3)
     a_micro_batch = sum(parts.values())
     count = math.ceil(problem.packs / plan.micro_batch)
     if plan.offload != "none":
