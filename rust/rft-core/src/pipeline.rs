@@ -7,6 +7,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use crate::error::{Error, Kind, Result};
+use crate::template::with_room;
 
 /// How often the caller is heard while no result comes.
 const TICK: Duration = Duration::from_millis(100);
@@ -27,7 +28,7 @@ pub fn in_order<I: Send, O: Send, S>(
     if threads <= 1 {
         let mut own = state();
         while let Some(item) = next()? {
-            done(work(item, &mut own)?)?;
+            done(with_room(|| work(item, &mut own))?)?;
         }
         return Ok(());
     }
@@ -45,7 +46,8 @@ pub fn in_order<I: Send, O: Send, S>(
                         let received = inbox.lock().unwrap_or_else(PoisonError::into_inner).recv();
                         let Ok((number, item)) = received else { return };
                         // A panic must come back as a result: the others would wait for this one for ever.
-                        let made = catch_unwind(AssertUnwindSafe(|| work(item, &mut own))).unwrap_or_else(|_| {
+                        let block = AssertUnwindSafe(|| with_room(|| work(item, &mut own)));
+                        let made = catch_unwind(block).unwrap_or_else(|_| {
                             Err(Error::new(
                                 Kind::Io,
                                 "prepare",

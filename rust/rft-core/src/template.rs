@@ -31,6 +31,15 @@ const BYTES_PER_FUEL: usize = 64;
 const NAME: &str = "chat_template";
 const FILTER: &str = "__rft_generation";
 
+/// Stack for what fuel lets a template nest: its values are written, compared and dropped level by level. Pages that are not
+/// touched cost nothing.
+const STACK: usize = 512 << 20;
+
+/// Runs renders with room for what they nest; inside, each render finds that room and takes none of its own.
+pub fn with_room<T>(work: impl FnOnce() -> T) -> T {
+    stacker::maybe_grow(STACK / 2, STACK, work)
+}
+
 /// A rendered chat.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Rendered {
@@ -79,7 +88,7 @@ impl Template {
         context.extend_from_slice(extra);
         context.push(("messages".into(), Value::from(messages)));
         context.push(("add_generation_prompt".into(), Value::from(add_generation_prompt)));
-        let text = template.render(Value::from_pairs(context)).map_err(|e| describe(&e))?;
+        let text = with_room(|| template.render(Value::from_pairs(context)).map_err(|e| describe(&e)))?;
         Ok(cut_spans(text))
     }
 
@@ -431,6 +440,18 @@ mod tests {
             let source = format!("{made}{written}");
             let error = template(&source).render_json(&json!({"messages": []}), false).expect_err(&source);
             assert!(error.contains("work") || error.contains("deep") || error.contains("fuel"), "{written}: {error}");
+        }
+    }
+
+    #[test]
+    fn values_nested_as_deep_as_fuel_allows_do_no_harm() {
+        let deep = "{% set ns = namespace(x=[]) %}{% for i in range(100000) %}{% set ns.x = [ns.x] %}{% endfor %}";
+        for end in ["", "{{ ns.x == [ns.x] }}"] {
+            let source = format!("{}{end}", deep.repeat(2));
+            match template(&source).render_json(&json!({"messages": []}), false) {
+                Ok(rendered) => assert!(rendered.text.len() < 10, "{end}"),
+                Err(error) => assert!(error.contains("work") || error.contains("deep"), "{end}: {error}"),
+            }
         }
     }
 
