@@ -69,6 +69,14 @@ def num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@lru_cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may have on this GPU."""
+    if device.type != "cuda":
+        return 227 << 10
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
 def cdiv(a: int, b: int) -> int:
     """a / b rounded up. Triton's own takes 3 to 5 us on the host, and a step asks hundreds of times."""
     return -(-a // b)

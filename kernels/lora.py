@@ -20,10 +20,9 @@ from torch import Tensor
 
 from rft.kernels import launch
 
-BLOCK_T = 128
-BLOCK_N = 256
+TILES = ((128, 256, 3), (128, 256, 2), (64, 256, 2), (64, 128, 2), (32, 128, 2))
+"""(tokens, columns, tiles in flight) of bf16, the fastest first (bench/kernels/tune.py, H200): the first that fits shared memory is taken."""
 NUM_WARPS = 8
-NUM_STAGES = 3
 MOST_WAVES = 6
 """Of programs, one a multiprocessor at a time."""
 TOGETHER = 3
@@ -131,18 +130,39 @@ def _add_parts_kernel(
         tl.store(db_ptr + places, total_of_B * scales, mask=places < db_size)
 
 
+class Tile(NamedTuple):
+    """Of the kernel."""
+
+    tokens: int
+    columns: int
+    stages: int
+
+    def shared_bytes(self, R: int, itemsize: int) -> int:
+        """Tiles of dy and s in flight, B, and ds on its way out, as Triton lays them out."""
+        in_flight = self.stages * self.tokens * (self.columns + R) * itemsize
+        return in_flight + self.columns * R * itemsize + self.tokens * R * 4
+
+
 @lru_cache
-def _rows_per_program(T: int, column_blocks: int, multiprocessors: int) -> int:
+def _tile(width: int, R: int, itemsize: int, shared: int) -> Tile:
+    """For tensors of this many columns at most. dB's sums stay in registers."""
+    for tokens, columns, stages in TILES:
+        tile = Tile(tokens, max(16, launch.power_of_two(width, most=columns * 2 // itemsize)), stages)
+        if tile.shared_bytes(R, itemsize) <= shared:
+            return tile
+    return tile
+
+
+@lru_cache
+def _rows_per_program(T: int, column_blocks: int, multiprocessors: int, block_t: int) -> int:
     """Of a range of tokens: those that end soonest, where a multiprocessor takes one program after another and a start costs a tile."""
-    tiles = launch.cdiv(T, BLOCK_T)
+    tiles = launch.cdiv(T, block_t)
 
     def ends(each: int) -> int:
         return launch.cdiv(column_blocks * launch.cdiv(tiles, each), multiprocessors) * (each + 1)
 
     most = max(1, MOST_WAVES * multiprocessors // column_blocks)
-    return BLOCK_T * min(
-        {launch.cdiv(tiles, ranges) for ranges in range(1, most + 1)}, key=lambda each: (ends(each), -each)
-    )
+    return block_t * min({launch.cdiv(tiles, n) for n in range(1, most + 1)}, key=lambda each: (ends(each), -each))
 
 
 @launch.op("rft::lowrank_gradients")
@@ -156,10 +176,9 @@ def _lowrank_gradients(
     if not T or not sum(widths) or not r:
         return ds.zero_(), dB.zero_()
     R = max(16, launch.power_of_two(r, most=MAX_RANK))
-    # dB's sums stay in registers, the tiles in flight in 227 KiB of shared memory.
-    block_n = max(16, launch.power_of_two(max(widths), most=BLOCK_N * 2 // dy.element_size() * 32 // max(R, 32)))
-    blocks = [launch.cdiv(n, block_n) for n in widths]
-    rows = _rows_per_program(T, sum(blocks), launch.num_multiprocessors(dy.device))
+    tile = _tile(max(widths), R, dy.element_size(), launch.shared_memory(dy.device))
+    blocks = [launch.cdiv(n, tile.columns) for n in widths]
+    rows = _rows_per_program(T, sum(blocks), launch.num_multiprocessors(dy.device), tile.tokens)
     token_ranges = launch.cdiv(T, rows)
     ds_parts = dy.new_empty(sum(blocks), T, r, dtype=torch.float32)
     db_parts = dy.new_empty(token_ranges, dB.numel(), dtype=torch.float32)
@@ -172,8 +191,8 @@ def _lowrank_gradients(
     with launch.on_device_of(dy):
         _lowrank_kernel[(sum(blocks), token_ranges)](
             *(a for g in (*given, *[none] * absent) for a in g), ds_parts, db_parts, T, r, rows,
-            BRANCHES=len(given), PRECISION="ieee" if dy.dtype == torch.float32 else "tf32", R=R, BLOCK_T=BLOCK_T, BLOCK_N=block_n,
-            STAGES=NUM_STAGES, num_warps=NUM_WARPS,
+            BRANCHES=len(given), PRECISION="ieee" if dy.dtype == torch.float32 else "tf32", R=R, BLOCK_T=tile.tokens, BLOCK_N=tile.columns,
+            STAGES=tile.stages, num_warps=NUM_WARPS,
         )  # fmt: skip
         _add_parts_kernel[(len(given) * launch.cdiv(T * r, 1024) + launch.cdiv(dB.numel(), 1024),)](
             ds_parts, ds, T * r, db_parts, dB, token_ranges, dB.numel(), r, *blocks, *[0] * absent, *scales, *[0.0] * absent,

@@ -286,13 +286,7 @@ def lora_blocks() -> None:
         inputs = randn(16384, width), randn(16384, 16), randn(width, 16)
         for block_t, block_n, warps, stages in shapes:
             for waves in (1, 3, 6, 12):
-                options = {
-                    "BLOCK_T": block_t,
-                    "BLOCK_N": block_n,
-                    "NUM_WARPS": warps,
-                    "NUM_STAGES": stages,
-                    "MOST_WAVES": waves,
-                }
+                options = {"TILES": ((block_t, block_n, stages),), "NUM_WARPS": warps, "MOST_WAVES": waves}
                 with constants(lora, **options):
                     attempt(
                         f"lowrank 16384x{width} r16 BLOCK {block_t}x{block_n} warps {warps} stages {stages} waves {waves}",

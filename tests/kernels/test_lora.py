@@ -2,10 +2,10 @@ import pytest
 import torch
 
 from rft.kernels.lora import (
-    BLOCK_T,
     Pair,
     _lowrank_gradients,
     _rows_per_program,
+    _tile,
     lowrank_gradients,
     lowrank_gradients_reference,
 )
@@ -67,10 +67,19 @@ def test_branches_of_different_ranks_or_too_many_take_launches_of_their_own(devi
 
 def test_ranges_of_tokens_keep_the_multiprocessors_busy():
     for blocks in (4, 16, 24, 56, 112, 200, 1000):
-        tiles = _rows_per_program(8192, blocks, 132) // BLOCK_T
+        tiles = _rows_per_program(8192, blocks, 132, 128) // 128
         waves = -(-blocks * -(-64 // tiles) // 132)
         assert waves * tiles <= 1.25 * max(1, blocks * 64 / 132), blocks
-    assert _rows_per_program(100, 56, 132) == BLOCK_T
+    assert _rows_per_program(100, 56, 132, 128) == 128
+
+
+@pytest.mark.parametrize("shared", [99 << 10, 163 << 10, 227 << 10])
+def test_tiles_fit_the_shared_memory_of_every_gpu(shared):
+    for R in (16, 32):
+        for itemsize in (2, 4):
+            assert _tile(14336, R, itemsize, shared).shared_bytes(R, itemsize) <= shared
+    assert _tile(14336, 16, 2, 227 << 10) == (128, 256, 3)
+    assert _tile(14336, 32, 2, 227 << 10) == (128, 256, 2)
 
 
 def test_no_tokens_give_a_gradient_of_zero(device):
