@@ -6,9 +6,11 @@ import dataclasses
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from rft.checkpoint import base_cache
@@ -97,7 +99,7 @@ def _file_names(codes: dict[str, torch.Tensor]) -> list[str]:
     return [f"{name.rpartition('.')[0]}.weight.{name.rpartition('.')[2]}" for name in codes]
 
 
-@pytest.mark.parametrize("damage", ["a bit", "cut", "emptied", "another base"])
+@pytest.mark.parametrize("damage", ["a bit", "two halves", "cut", "emptied", "another base", "an endless number"])
 def test_a_damaged_file_is_told_and_replaced_and_changes_nothing(model_dir, tmp_path, capsys, damage):
     first, *_ = load(model_dir)
     (file,) = bases(tmp_path)
@@ -106,6 +108,17 @@ def test_a_damaged_file_is_told_and_replaced_and_changes_nothing(model_dir, tmp_
         changed = bytearray(whole)
         changed[-5] ^= 1
         file.write_bytes(changed)
+    elif damage == "two halves":  # of one tensor's bytes, which add up to the same
+        tensors = load_file(file)
+        with safe_open(file, framework="pt") as opened:
+            metadata = opened.metadata()
+        codes = tensors["model.layers.0.mlp.gate_proj.weight.codes"].view(-1)
+        half = codes.numel() // 2
+        assert not torch.equal(codes[:half], codes[half:])
+        tensors["model.layers.0.mlp.gate_proj.weight.codes"] = torch.cat([codes[half:], codes[:half]])
+        save_file(tensors, file, metadata=metadata)
+    elif damage == "an endless number":
+        save_file(load_file(file), file, metadata={"rft": '{"sums": {}, "error": 1' + "0" * 400 + "}"})
     elif damage == "another base":
         tensors = {name: torch.zeros_like(tensor) for name, tensor in load_file(file).items()}
         save_file(tensors, file, metadata={"rft": '{"sums": {}, "error": 0.1}'})
@@ -219,3 +232,22 @@ def cache_of(source: ModelSource) -> BaseCache | None:
     placed = place(model, list(model.model.layers), "nf4")
     assert all(isinstance(linear, PackedLinear) for linear in placed.linears.values())
     return BaseCache.of(source, placed, CPU, 1.0)
+
+
+def test_no_base_is_given_up_for_one_that_has_no_room_all_the_same(model_dir, tmp_path, monkeypatch):
+    load(model_dir)
+    (kept,) = bases(tmp_path)
+    full = SimpleNamespace(free=0)
+    monkeypatch.setattr(base_cache.shutil, "disk_usage", lambda folder: full)
+    *_, said, _ = load(model_dir, "int8", limit_gb=kept.stat().st_size * 2.1 / 1e9)
+    assert "not kept" in said
+    assert kept.exists()
+
+
+def test_a_lower_bound_holds_when_a_base_is_read_too(model_dir, tmp_path):
+    load(model_dir, "int8")
+    (older,) = bases(tmp_path)
+    load(model_dir)
+    (newer,) = (file for file in bases(tmp_path) if file != older)
+    load(model_dir, limit_gb=newer.stat().st_size * 1.1 / 1e9)
+    assert bases(tmp_path) == [newer]

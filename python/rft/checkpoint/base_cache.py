@@ -36,12 +36,12 @@ from rft.models.source import ModelSource
 from rft.quant import packed as packing
 from rft.quant.packed import Packed, PackedLinear
 
-FORMAT = 1
+FORMAT = 2
 LEAST_BYTES = 16 << 20
 """Of codes: below, quantising takes under two seconds on one core of a CPU (20 million numbers a second in NF4), and nothing on a GPU."""
 HEAD, PAGE, PAGES = 1 << 20, 4096, 256
 """Of a checkpoint's file that is hashed: its first MiB, and so many pages of the rest."""
-_TEMPORARY_SECONDS = 24 * 3600
+_TEMPORARY_SECONDS = 3600
 """How old a file under its temporary name must be for its writer to be gone."""
 
 
@@ -82,7 +82,7 @@ class BaseCache:
             self.error = float(self._saved["error"])
         except FileNotFoundError:
             pass
-        except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+        except (SafetensorError, OSError, ValueError, KeyError, TypeError, OverflowError) as error:
             self._give_up(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
 
     def _give_up(self, why: str) -> None:
@@ -120,8 +120,10 @@ class BaseCache:
         whole = self.hits == len(self.linears)
         self.error = max(self.error if self.hits else 0.0, error)
         if whole:
-            with contextlib.suppress(OSError):  # when it was last used
-                os.utime(self.path)
+            with contextlib.suppress(OSError):
+                os.utime(self.path)  # when it was last used
+                if keep:  # the bound may be a lower one than when they were written
+                    _remove(to_remove(self.path, self.path.stat().st_size, self.limit))
             took = self._saved.get("seconds")
             before = f", {took:.1f} s when it was quantised" if isinstance(took, float | int) else ""
             return f"codes from the cache: loaded in {seconds:.1f} s{before}"
@@ -147,10 +149,12 @@ class BaseCache:
         began = time.monotonic()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            removed = make_room(self.path, size, self.limit)
-            free = shutil.disk_usage(self.path.parent).free
-            if free < 1.1 * size:
+            remove_leftovers(self.path.parent)
+            leaving = to_remove(self.path, size, self.limit)
+            free = shutil.disk_usage(self.path.parent).free + sum(file.stat().st_size for file in leaving)
+            if free < 1.1 * size:  # nothing is given up for what has no room all the same
                 return f"{made}; not kept: {size / 1e9:.2f} GB of codes, and {free / 1e9:.2f} GB free at {self.path.parent}"
+            removed = _remove(leaving)
             sums = {
                 f"{name}.{part}": _sum(b)
                 for name, m in self.linears.items()
@@ -203,25 +207,52 @@ def content_of(file: Path) -> list[Any]:
     return [digest.hexdigest(), size, real.stat().st_mtime_ns]
 
 
-def make_room(path: Path, size: int, limit: int) -> int:
-    """Remove bases used longest ago until `size` more bytes are within the limit, and what killed writers left. Returns how many bases."""
-    removed = 0
-    for file in path.parent.glob(".*.tmp"):
-        if time.time() - file.stat().st_mtime > _TEMPORARY_SECONDS:
-            file.unlink(missing_ok=True)
+def to_remove(path: Path, size: int, limit: int) -> list[Path]:
+    """Bases used longest ago that have to go, so that `size` bytes at `path` are within the limit with what stays, half-written ones included."""
+    now = time.time()
+    writing = [f for f in path.parent.glob(".*.tmp") if now - f.stat().st_mtime <= _TEMPORARY_SECONDS]
     kept = sorted((f for f in path.parent.glob("*.safetensors") if f != path), key=lambda f: f.stat().st_mtime)
-    used = sum(file.stat().st_size for file in kept)
+    used = sum(file.stat().st_size for file in (*kept, *writing))
+    found = []
     for file in kept:
         if used + size <= limit:
             break
         used -= file.stat().st_size
+        found.append(file)
+    return found
+
+
+def _remove(files: list[Path]) -> int:
+    for file in files:
         file.unlink(missing_ok=True)
-        removed += 1
-    return removed
+    return len(files)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """What killed writers left."""
+    for file in folder.glob(".*.tmp"):
+        if time.time() - file.stat().st_mtime > _TEMPORARY_SECONDS:
+            file.unlink(missing_ok=True)
 
 
 def _sum(tensor: Tensor) -> int:
-    """Of a tensor's bytes as 64-bit numbers, wrapping: any one change of bits changes it. On the tensor's device."""
+    """Of a tensor's bytes as 64-bit numbers, each times an odd number of its place, wrapping: another number at a place changes it, and so do
+    two that change places. On the tensor's device."""
     flat = tensor.detach().reshape(-1).view(torch.uint8)
     whole = flat.numel() // 8 * 8
-    return int(flat[:whole].view(torch.int64).sum()) + int(flat[whole:].sum())
+    words = flat[:whole].view(torch.int64)
+    rows = words.numel() // _ROW * _ROW
+    total = (words[:rows].view(-1, _ROW) * _odd(_ROW, flat.device)).sum(1)
+    parts = (total, words[rows:], flat[whole:].to(torch.int64))
+    return (
+        sum(int((part * _odd(part.numel(), flat.device)).sum()) * (2 * i + 1) for i, part in enumerate(parts)) % 2**64
+    )
+
+
+_ROW = 1 << 16
+
+
+def _odd(count: int, device: torch.device) -> Tensor:
+    """(count,) odd int64 that look random (the golden ratio's multiples, folded)."""
+    steps = torch.arange(1, count + 1, device=device, dtype=torch.int64) * -7046029254386353131
+    return (steps ^ (steps >> 29)) | 1

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field
 
-from rft.config.table import Table
+from rft.config.table import Count, CountOrNone, Table
 
 
 class CheckpointConfig(Table):
     """Checkpoints."""
 
-    save_every_steps: PositiveInt | None = None
+    save_every_steps: Count | None = None
     """A checkpoint every so many steps. The last step is always saved."""
-    keep_last: PositiveInt = 2
+    keep_last: Count = 2
     """Newest checkpoints that stay."""
-    keep_best: NonNegativeInt = 1
+    keep_best: CountOrNone = 1
     """Checkpoints with the lowest held-out loss that stay. A new best forces a save at its step."""
     final: Literal["last", "best"] | None = None
     """Which weights `final/` holds. Default last; best under train.early_stop."""

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from rft.config.table import Table
+from rft.config.table import Count, Table
 
 REMOTE = ("s3", "gs", "az", "abfs", "abfss", "http", "https", "hf")
 """Schemes of paths that are fetched; `hf` is the hub."""
@@ -29,7 +29,7 @@ class SourceConfig(Table):
     """Role names, theirs = ours: `asistant = "assistant"`."""
     weight: float = Field(1.0, gt=0, le=1000)
     """How often its rows are used in an epoch. Of a fraction, that share of the rows is chosen by `train.seed`."""
-    max_rows: int | None = Field(None, ge=1)
+    max_rows: Count | None = None
     """Only the first rows of the data set, this many. The others are counted."""
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import PositiveInt
-
-from rft.config.table import Table
+from rft.config.table import Count, Table
 
 
 class LogConfig(Table):
     """Logging. Secrets come from the environment only."""
 
-    every_steps: PositiveInt = 1
+    every_steps: Count = 1
     """Steps between metric lines."""
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []
     """Where metrics are sent besides metrics.jsonl."""

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import PositiveInt
-
-from rft.config.table import Table
+from rft.config.table import Count, Table
 
 
 class LossConfig(Table):
     """Next-token cross entropy; the logits are never held whole."""
 
-    chunk_rows: PositiveInt | Literal["auto", "least"] = "auto"
+    chunk_rows: Count | Literal["auto", "least"] = "auto"
     """Labelled tokens whose logits exist at one time. `auto`: the fastest. `least`: on CUDA at most 0.1 GiB of logits and sums."""

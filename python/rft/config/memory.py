@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field
 
-from rft.config.table import Table
+from rft.config.table import Count, Table
 
 MOST_GIB = 1_000_000
 Gib = Annotated[float, Field(gt=0, le=MOST_GIB)]
@@ -15,7 +15,7 @@ Gib = Annotated[float, Field(gt=0, le=MOST_GIB)]
 class MemoryConfig(Table):
     """What is kept for the backward pass, and how much memory there is."""
 
-    recompute: Literal["auto", "none", "selective", "full"] | PositiveInt = "auto"
+    recompute: Literal["auto", "none", "selective", "full"] | Count = "auto"
     """Decoder layers that are computed again in the backward pass: `none`, `full` (all), a number n (every n-th), or `selective` (all, but the output of their attention is kept). `auto`: the fewest with which the run fits."""
     offload: Literal["auto", "none", "cpu", "disk"] = "none"
     """Where what layers keep for the backward pass lies until then: on the GPU, in host memory, or there and, beyond `offload_host`, in a file in `offload_dir`. With recompute: what the recomputed layers keep; without: every saved tensor from 1 MiB on. `auto`: wherever the run fits soonest."""
@@ -23,7 +23,7 @@ class MemoryConfig(Table):
     """GiB of host memory that `offload` may use on each rank. Default: 0.8 of what is free at the start, over the ranks of this machine."""
     offload_keep: float = Field(0.0, ge=0, le=MOST_GIB)
     """GiB of what `offload` would move that stays on the GPU: the last layers', which the backward pass needs first."""
-    tiled_mlp: Literal["auto"] | PositiveInt = "auto"
+    tiled_mlp: Literal["auto"] | Count = "auto"
     """Pieces of the sequence in which every gated MLP is computed, forward once more in the backward pass; 1 = whole. `auto`: whole, unless that does not fit."""
     offload_states: Literal["none", "cpu", "disk"] = "none"
     """Where optimizer states, and fp32 masters of weights that are computed with in bf16, lie between steps: on the GPU, in host memory, or in files of `offload_dir`. Not sharded."""

@@ -5,16 +5,9 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    Discriminator,
-    Field,
-    NonNegativeInt,
-    Tag,
-    field_validator,
-    model_validator,
-)
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
-from rft.config.table import Table
+from rft.config.table import CountOrNone, Table
 
 DEFAULT_WARMUP_RATIO = 0.03
 """Of the steps, where neither `warmup_steps` nor `warmup_ratio` is given."""
@@ -26,7 +19,7 @@ Epsilon = Annotated[float, Field(gt=0, le=10)]
 
 
 class _Schedule(Table):
-    warmup_steps: NonNegativeInt | None = None
+    warmup_steps: CountOrNone | None = None
     """Optimizer steps of linear warm-up."""
     warmup_ratio: float | None = Field(None, ge=0, lt=1)
     """Share of all steps that is warm-up, rounded up. Not together with warmup_steps. Default 0.03 where neither is given."""

@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from rft.config.root import Config
+from rft.config.table import MOST
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def _bounds(metadata: tuple[Any, ...] | list[Any]) -> str:
                     words.append(f"of at least {value:.12g}")
                 case annotated_types.Lt(lt=value):
                     words.append(f"below {value:.12g}")
-                case annotated_types.Le(le=value):
+                case annotated_types.Le(le=value) if value != MOST:  # nobody gets there but by mistake
                     words.append(f"of at most {value:.12g}")
     return " and ".join(words)
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+MOST = 10**12
+Count = Annotated[int, Field(gt=0, le=MOST)]
+"""Of steps, rows and the like: no more than fits whatever is computed from it."""
+CountOrNone = Annotated[int, Field(ge=0, le=MOST)]
 
 
 class Table(BaseModel):

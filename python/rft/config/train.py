@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field
 
-from rft.config.table import Table
+from rft.config.table import Count, Table
 
 
 class EarlyStopConfig(Table):
     """Stop when the held-out loss stops falling."""
 
-    patience: PositiveInt = 3
+    patience: Count = 3
     """Evaluations without a better loss after which the run ends."""
     min_delta: float = Field(0.0, ge=0, le=1e6)
     """How much lower a loss must be to count as better."""
@@ -23,7 +23,7 @@ class TrainConfig(Table):
 
     epochs: float = Field(1.0, gt=0, le=10_000)
     """Passes over the data. Fractions are allowed."""
-    max_steps: PositiveInt | None = None
+    max_steps: Count | None = None
     """Optimizer steps after which the run ends, whatever epochs says."""
     tokens_per_step: int | None = Field(None, ge=1, le=10**12)
     """Tokens of one optimizer step over all ranks. Default 32768, at least a pack a rank. Not together with accumulate."""
@@ -39,7 +39,7 @@ class TrainConfig(Table):
     """Seed of everything random."""
     max_grad_norm: Annotated[float, Field(gt=0, le=1e9)] | Literal["none"] = 1.0
     """Gradients are scaled down to this norm."""
-    eval_every_steps: PositiveInt | None = None
+    eval_every_steps: Count | None = None
     """Held-out loss every so many steps, and always before the first and after the last."""
     deterministic: bool | Literal["auto"] = "auto"
     """Bit-equal repeats on CUDA. auto: on for short packed documents, where it costs under 2 %. A CPU is always deterministic."""

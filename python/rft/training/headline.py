@@ -59,6 +59,7 @@ def tell_run(run: Run) -> None:
         log.say("data", sentence)
     log.say("plan", plan_sentence(run))
     tell_few_steps(run)
+    tell_larger_step(run)
     applied = [receipt_words(entry) for entry in run.receipts.get("applied", [])]
     if applied:
         log.say("applied", " · ".join(applied))
@@ -119,6 +120,21 @@ def tell_few_steps(run: Run) -> None:
         f"the whole run is {counted(run.total_steps, 'step')}: a step takes up to {train.tokens_per_step:,} tokens, and an epoch has {tokens:,}",
         do=f"set train.tokens_per_step = {max(run.config.data.seq_len or 0, tokens // 50)} or so, or more train.epochs",
     )
+
+
+def tell_larger_step(run: Run) -> None:
+    """A step takes at least one micro-batch of every rank, whatever train.tokens_per_step says."""
+    train, data = run.config.train, run.config.data
+    given = train.tokens_per_step is not None and not any(d.key == "train.tokens_per_step" for d in run.decisions)
+    if not given or train.accumulate is not None or data.packing == "none" or data.seq_len is None or run.state.step:
+        return
+    taken = run.packs_per_step * data.seq_len
+    if taken >= 2 * (train.tokens_per_step or 1):
+        log.warn(
+            f"a step takes up to {taken:,} tokens, not the {train.tokens_per_step:,} of train.tokens_per_step: {counted(run.micro_batch, 'pack')} of "
+            f"{data.seq_len:,} on each of {counted(run.world_size, 'rank')} is the least",
+            do="set data.seq_len or train.micro_batch lower, or take fewer processes",
+        )
 
 
 SPELLED = {"rms_norm": "RMSNorm", "rms_norm kernel": "RMSNorm kernel", "lora": "LoRA", "lora linear": "fused LoRA"}

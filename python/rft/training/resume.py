@@ -142,8 +142,8 @@ def compare(
         raise ConfigError(
             str(run_dir),
             "holds a run with another config: " + "; ".join(refused),
-            wanted="on going on, only log, checkpoint, parallel, memory, train.eval_every_steps and the number of processes "
-            "may change, and epochs or max_steps may grow under a constant or wsd schedule",
+            wanted="on going on, only log, checkpoint, parallel, memory, train.micro_batch, train.eval_every_steps, places of data, sizes of "
+            "caches and the number of processes may change, and epochs or max_steps may grow under a constant or wsd schedule",
             do=f"add --new: a new run in {choose_run_dir(run_dir, new=True)}; or put the old values back",
         )
     return tuple(notes), grows

@@ -220,7 +220,7 @@ pub fn stats_lines(stats: &Value) -> Vec<String> {
     }
     for source in list(&stats["sources"]) {
         lines.push(format!(
-            "{:>14} tokens, {:>5.1} % trained, {} ({})  {}",
+            "{:>14} tokens, {:>5.1} % trained, {} read ({})  {}",
             number(&source["tokens"]),
             share(&source["trained_tokens"], &source["tokens"]),
             counted(source["read"].as_u64().unwrap_or_default(), "row"),
@@ -228,10 +228,11 @@ pub fn stats_lines(stats: &Value) -> Vec<String> {
             one_line(source["path"].as_str().unwrap_or_default())
         ));
     }
-    lines.extend(role_lines(stats));
+    // Of the whole set, so before what is told of each data set.
     for (role, rows) in stats["roles"].as_object().into_iter().flatten() {
-        lines.push(format!("{:>14} rows with a message of {role}", number(rows)));
+        lines.push(format!("{:>14} rows of all with a message of {role}", number(rows)));
     }
+    lines.extend(role_lines(stats));
     for packing in list(&stats["packings"]) {
         lines.push(format!(
             "{:>14} packs of {}, {:6.2} % full: {}",
