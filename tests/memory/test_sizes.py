@@ -4,6 +4,7 @@ registered operations as real ones do. Parameters and optimizer states are compa
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from rft.config.optim import AdamWConfig
 from rft.losses import SftLoss
 from rft.memory.plan import MemoryPlan, Recompute
 from rft.memory.recompute import apply_recompute
-from rft.memory.sizes import Problem, layer_bytes, loss_gradient_bytes, sizes, state_bytes
+from rft.memory.sizes import Problem, branch_parts_bytes, layer_bytes, loss_gradient_bytes, sizes, state_bytes
 from rft.memory.tiled_mlp import apply_tiled_mlp
 from rft.models import surgery
 from rft.models.attention import install_attention, register
@@ -132,7 +133,7 @@ def test_activations_and_peak_are_those_that_live(shape, lora, kernels, recomput
     # what is there before the forward pass, and what a registered operation has for itself alone, is not seen here
     own = ("weights", "adapter", "optimizer")
     most = max(sum(v for k, v in moments[m].items() if k not in own) for m in moments if m != "loss")
-    assert most == pytest.approx(peak, rel=0.06)
+    assert most - branch_parts_bytes(problem, math.ceil(TOKENS / tiles)) == pytest.approx(peak, rel=0.06)
 
 
 @pytest.mark.usefixtures("believed")

@@ -284,20 +284,25 @@ LINEARS = 7
 
 def backward_bytes(problem: Problem, tokens: int, tiles: int = 1) -> int:
     """What exists besides in the backward of one layer's MLP, its largest part: two of the wide ones, gradients of gate and up (elsewhere
-    autograd frees as it goes). LoRA through the fused block: the stream's gradients before, within and behind, and the parts of what
-    gate's and up's branches get, fp32, a share for every 256 columns (kernels/lora.py)."""
+    autograd frees as it goes). LoRA through the fused block: the stream's gradients before, within and behind, and `branch_parts_bytes`."""
     f, size = problem.facts, problem.itemsize
     fused = problem.kernels and not problem.trained_in_full
     wide = 2
     rows = math.ceil(tokens / tiles)
-    rank = f.layer_rank // LINEARS
-    parts = rows * 2 * rank * math.ceil(f.intermediate_size / 256) * 4 if fused and rank <= 32 else 0
     again = 0 if tiles == 1 else 1 if fused else 2 if problem.kernels else 4  # of a piece, besides
     inner = rows * f.intermediate_size * (wide + again)
     streams = (3 if fused else 1) + max(0, round(f.norm_width / f.hidden_size) - 2)  # norms behind the MLP
     # pieces add up the gradients of their weights in fp32
     sums = 3 * f.hidden_size * f.intermediate_size * 4 if tiles > 1 and problem.trained_in_full else 0
-    return (inner + streams * tokens * f.hidden_size) * size + sums + parts
+    return (inner + streams * tokens * f.hidden_size) * size + sums + branch_parts_bytes(problem, rows)
+
+
+def branch_parts_bytes(problem: Problem, rows: int) -> int:
+    """What the op that makes the gradients of gate's and up's branches has for itself: fp32, a share for every 256 columns (kernels/lora.py)."""
+    f = problem.facts
+    rank = f.layer_rank // LINEARS
+    fused = problem.kernels and not problem.trained_in_full
+    return rows * 2 * rank * math.ceil(f.intermediate_size / 256) * 4 if fused and rank <= 32 else 0
 
 
 def loss_gradient_bytes(problem: Problem, tokens: int) -> int:
