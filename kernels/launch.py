@@ -71,10 +71,11 @@ def num_multiprocessors(device: torch.device) -> int:
 
 @lru_cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program may have on this GPU."""
+    """Bytes of shared memory that one program may have on this GPU, as Triton itself asks for them before a launch."""
     if device.type != "cuda":
         return 227 << 10
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
 
 
 def cdiv(a: int, b: int) -> int:
