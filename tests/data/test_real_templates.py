@@ -44,7 +44,7 @@ def by_the_engine_that_takes_it(made: ModuleType, path: Path) -> list[str]:
     if native_difference(template, made.SPECIAL) is None:
         native = _native.Template(template.source, made.SPECIAL)
     wrong = []
-    for name, conversation in made.CONVERSATIONS.items():
+    for name, conversation in made.PROBES.items():
         for prompt in (False, True):
             if native is not None:
                 verdict = made.compare(native, template.source, conversation, prompt)
