@@ -2,7 +2,9 @@
 
 T tokens, K inputs, N outputs. x ~ q * scale with one fp32 scale a row, the row's largest value over 448. A weight is quantised once,
 in both layouts, since the product needs its second operand with the summed dim contiguous: by row of (N, K) for x @ W.T, by row of
-(K, N) for dy @ W. Together they take the bytes of bf16. Sums in fp32, with the tensor cores' fast accumulation. A step of other ops' passes: nothing here has a gradient.
+(K, N) for dy @ W. Together they take the bytes of bf16. Sums in fp32, with the tensor cores' fast accumulation: a tenth
+faster, and the error of dy @ W against bf16 weights is 3.77 % for 3.75 % at N = 28,672, less at fewer (docs/design-notes.md). A step of other
+ops' passes: nothing here has a gradient.
 Off CUDA the same numbers are multiplied in fp32 (tests).
 """
 
@@ -20,7 +22,6 @@ from rft.kernels import launch
 
 DTYPE = torch.float8_e4m3fn
 LARGEST = 448.0
-FAST_ACCUMULATION = True
 BLOCK = 4096
 
 
@@ -248,7 +249,7 @@ def _scaled(q: Tensor, scale: Tensor, other: Tensor, other_scale: Tensor, dtype:
     """(M, N) of q (M, K) and other (N, K), both by row."""
     if q.is_cuda:
         return torch._scaled_mm(
-            q, other.t(), scale_a=scale, scale_b=other_scale.t(), out_dtype=dtype, use_fast_accum=FAST_ACCUMULATION
+            q, other.t(), scale_a=scale, scale_b=other_scale.t(), out_dtype=dtype, use_fast_accum=True
         )
     return ((q.float() * scale) @ (other.float() * other_scale).t()).to(dtype)
 

@@ -33,7 +33,7 @@ def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
 class Op:
     """A registered op whose function is called straight where nobody looks: no gradient is recorded, nothing traces, no mode or subclass.
 
-    The dispatcher's way round takes some 40 us of host time, and a step of 8B has 400 such calls; an FP8 step on short documents is
+    The dispatcher's way round takes tens of us of host time, and a step of 8B has some 300 such calls; an FP8 step on short documents is
     not much longer on the device than on the host. Everything that has to see the op (compile, fake tensors, recompute policies) does.
     """
 

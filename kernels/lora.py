@@ -21,7 +21,8 @@ from torch import Tensor
 from rft.kernels import launch
 
 TILES = ((128, 256, 3), (128, 256, 2), (64, 256, 2), (64, 128, 2), (32, 128, 2))
-"""(tokens, columns, tiles in flight) of bf16, the fastest first (bench/kernels/tune.py, H200): the first that fits shared memory is taken."""
+"""(tokens, columns, tiles in flight) of bf16: the first that fits shared memory is taken. The very first is the fastest on an H200
+(bench/kernels/tune.py); the others are for ranks and GPUs that it does not fit, and were not measured."""
 NUM_WARPS = 8
 MOST_WAVES = 6
 """Of programs, one a multiprocessor at a time."""

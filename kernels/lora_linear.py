@@ -28,12 +28,7 @@ from torch.autograd.function import once_differentiable
 from rft.kernels import fp8, int8, nf4
 from rft.kernels.dropout import add_dropped, draw_seeds, dropped
 from rft.kernels.lora import Pair, lowrank_gradients
-from rft.kernels.lora_swiglu import (
-    MAX_RANK,
-    LowRank,
-    lora_gated_activation,
-    lora_gated_activation_backward,
-)
+from rft.kernels.lora_swiglu import MAX_RANK, LowRank, lora_gated_activation, lora_gated_activation_backward
 from rft.kernels.swiglu import Activation, gated_activation, gated_activation_backward, gated_activation_reference
 
 Packed = fp8.Weight | nf4.Weight | int8.Weight

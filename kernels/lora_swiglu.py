@@ -29,9 +29,8 @@ STAGES_FORWARD = 2
 STAGES_BACKWARD = 3
 PROGRAMS_PER_MULTIPROCESSOR = 8
 """8192 x 14336 at rank 16: 0.195 ms forward, 0.365 backward (its product with it); without branches 0.163 and 0.335; a tile a program 0.250 and
-0.480; branches added by products of their own 0.56 and 0.93. Of 16 tiles tried among the fastest both ways; with tensor descriptors (TMA) 0.187
-forward at best, for strides of 16 bytes alone. The gradients of gate's and up's branches made here too: 0.77, against two passes of 0.086 more
-(bench/kernels/tune.py, H200)."""
+0.480; branches added by products of their own 0.56 and 0.93. Of 16 tiles tried among the fastest both ways
+(H200; bench/kernels/tune.py has these). What was tried and not kept: docs/design-notes.md."""
 SHARED_BYTES = 90 << 10
 """Of tiles in flight: what a program may have of shared memory on the smaller GPUs, and some to spare."""
 MAX_RANK = 64
