@@ -5,7 +5,7 @@
     python bench/train/step.py --tiny                          the same path with tiny shapes on a CPU (no figures worth keeping)
 
 Cases are named as the project's targets name them. Each case and system runs in a process of its own within `--part-seconds`, and its line
-is written when it ends, so that one that fails or is cut short loses nothing else. Weights are drawn on the device from the config; Unsloth
+is written when it ends, so that one that fails or is cut short loses nothing else; the next one's imports overlap (turn.py). Weights are drawn on the device from the config; Unsloth
 reads a folder, which is written once a shape. In FP8 cases peers train bf16 LoRA. `doc-8192`: one document, every token labelled.
 `packed-400`: lengths drawn lognormal with mean 400, capped at 2,048, packed; peers get 20 rows of 410. `-default-settings`: whatever each
 system does by itself (rft: its planner); the others run without recompute.
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+import turn
+
 NEEDS = "a CUDA GPU of 80 GiB or more; liger-kernel and unsloth as peers"
 SEQ_LEN = 8192
 WARM_UP, STEPS = 3, 8
@@ -190,6 +191,7 @@ def build_rft(setting: Setting) -> tuple[Step, dict[str, Any]]:
     else:
         train_everything(model, dtype=torch.float32)
     facts = describe(model)
+    turn.take()
     began = time.perf_counter()
     apply_swaps(model, receipts, device=device, kernels=True)
     swap_seconds = time.perf_counter() - began
@@ -328,6 +330,7 @@ def build_transformers(setting: Setting, *, compiled: bool = False) -> tuple[Ste
         model = AutoModelForCausalLM.from_config(
             setting.config(), attn_implementation="sdpa", dtype=torch.float32 if setting.tiny else torch.bfloat16
         )
+    turn.take()
     fill_on_device(model, device)
     model.config.use_cache = False
     if case.adapter == "lora":
@@ -354,6 +357,7 @@ def build_unsloth(setting: Setting) -> tuple[Step, dict[str, Any]]:
     from unsloth import FastLanguageModel
 
     case = setting.case
+    turn.take()
     folder = saved_model(setting)
     model, _ = FastLanguageModel.from_pretrained(
         str(folder), max_seq_length=setting.seq_len, load_in_4bit=False, full_finetuning=case.adapter == "none"
@@ -509,30 +513,23 @@ def profile_step(step: Step, device: str) -> dict[str, Any]:
 # ---- the parent starts one process a case and system
 
 
-def run_child(case: Case, system: str, args: argparse.Namespace, seconds: float) -> dict[str, Any]:
-    """What the child measured, or {"error": ...}."""
-    with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "answer.json"
-        command = [
-            sys.executable, "-P", __file__, "--child", case.name, system, "--answer", str(answer), "--attention", args.attention,
-            *(["--tiny"] if args.tiny else []), *(["--profile"] if args.profile else []), *(["--narrow"] if args.narrow else []),
-        ]  # fmt: skip
-        environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-        if args.tiny:
-            environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-        try:
-            done = subprocess.run(
-                command, env=environment, timeout=seconds, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                errors="replace",
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            return {"error": f"no end after {seconds:.0f} s"}
-        tail = [line for line in done.stdout.strip().splitlines() if line.strip()]
-        if args.verbose or done.returncode:
-            print("\n".join(tail[-30:]), flush=True)
-        if done.returncode or not answer.exists():
-            return {"error": (tail[-1] if tail else f"exit status {done.returncode}")[:300]}
-        return json.loads(answer.read_text())
+def command_of(case: Case, system: str, args: argparse.Namespace, answer: Path) -> list[str]:
+    return [
+        sys.executable, "-P", __file__, "--child", case.name, system, "--answer", str(answer), "--attention", args.attention,
+        *(["--tiny"] if args.tiny else []), *(["--profile"] if args.profile else []), *(["--narrow"] if args.narrow else []),
+    ]  # fmt: skip
+
+
+def answered(status: int | None, output: str, answer: Path, verbose: bool, late: str) -> dict[str, Any]:
+    """What a child measured, or {"error": ...}."""
+    tail = [line for line in output.strip().splitlines() if line.strip()]
+    if verbose or status:
+        print("\n".join(tail[-30:]), flush=True)
+    if status is None:
+        return {"error": late}
+    if status or not answer.exists():
+        return {"error": (tail[-1] if tail else f"exit status {status}")[:300]}
+    return json.loads(answer.read_text())  # type: ignore[no-any-return]
 
 
 def report(results: Any, case: Case, system: str, found: dict[str, Any]) -> None:
@@ -597,19 +594,30 @@ def main() -> int:
 
     results = Results(args.results, versions=versions_of("liger-kernel", "unsloth", "flash-attn-4"))
     end = time.monotonic() + args.seconds
-    kept: dict[tuple, dict[str, Any]] = {}
-    failed = False
+    # a peer runs the same in FP8 cases as in bf16 ones: measured once, told under each
+    told: dict[tuple[str, str], list[Case]] = {}
     for case in chosen_cases(args.cases):
         for system in args.systems:
-            # a peer runs the same in FP8 cases as in bf16 ones: measured once, told under each
-            key = (system, case.name if system == "rft" else case.name.replace("fp8", "bf16"))
-            if key not in kept:
-                seconds = min(args.part_seconds, end - time.monotonic())
-                kept[key] = (
-                    {"error": "not started, no time left"} if seconds < 5 else run_child(case, system, args, seconds)
-                )
-            report(results, case, system, kept[key])
-            failed |= system == "rft" and "error" in kept[key]
+            name = case.name if system == "rft" else case.name.replace("fp8", "bf16")
+            told.setdefault((system, name), []).append(case)
+    environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    if args.tiny:
+        environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    failed = False
+    with tempfile.TemporaryDirectory() as folder:
+        answers = [Path(folder) / f"{number}.json" for number in range(len(told))]
+        commands = [
+            command_of(cases[0], system, args, answer) for ((system, _), cases), answer in zip(told.items(), answers, strict=True)
+        ]  # fmt: skip
+        limit = lambda: min(args.part_seconds, end - time.monotonic())  # noqa: E731
+        ended = turn.in_turn(commands, limit, environment)
+        for ((system, _), cases), answer, (status, output) in zip(told.items(), answers, ended, strict=True):
+            found = answered(
+                status, output, answer, args.verbose, f"no end in {args.part_seconds:.0f} s, or no time left"
+            )
+            for case in cases:
+                report(results, case, system, found)
+            failed |= system == "rft" and "error" in found
     return int(failed)
 
 
