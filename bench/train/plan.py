@@ -12,6 +12,7 @@ the project's targets hold. `--calibrated` measures the GPU's rates first (as `r
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
@@ -193,7 +194,7 @@ def step_seconds(step: Any, count: int, device: Any) -> list[float]:
         step()
         clock.record()
     torch.cuda.synchronize()
-    return [a.elapsed_time(b) / 1e3 for a, b in zip(clocks, clocks[1:], strict=False)]
+    return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(clocks)]
 
 
 def save_memory(setting: Setting, layers: list[Any], device: Any) -> None:

@@ -24,9 +24,8 @@ SLACK = 0.04
 """Share of what a step allocates that the allocator holds besides: blocks between tensors, of sizes that none asks for at the moment."""
 RING = 3
 """Layers whose kept tensors are on the device at one time when those of all layers are offloaded: the last layer's, which stay, those that
-are on their way there and those on their way back."""
-RING_OF_SOME = 2
-"""The same where others lie between them."""
+are on their way there and those on their way back. One less where the last layer is not among them; of every second layer or fewer one is
+there: what left last has arrived when the next leaves, and comes back first."""
 STATE_BUCKETS = 3 * 256 * 2**20
 """Device bytes through which offloaded states pass (optim/home.py)."""
 BUCKETS = 5 * 32 * 2**20
@@ -184,7 +183,7 @@ def moved_bytes(problem: Problem, plan: MemoryPlan) -> tuple[int, int]:
     a_layer = sum(kept_by_layer(problem, tokens, plan.tiled_mlp).values())
     kept = sum(kept_by_recomputed(problem, tokens, plan.recompute).values())
     moved = [kept if i in again else a_layer for i in offloaded(sorted(again), L, plan.offload_layers)]
-    ring = RING if len(moved) == L else RING_OF_SOME
+    ring = RING if len(moved) == L else 2 if 2 * len(moved) > L else 1
     return sum(moved), sum(sorted(moved)[-ring:])
 
 

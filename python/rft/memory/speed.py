@@ -122,7 +122,7 @@ def seconds(problem: Problem, plan: MemoryPlan, machinery: Machinery) -> Times:
     a_micro_batch = sum(parts.values())
     count = math.ceil(problem.packs / plan.micro_batch)
     if plan.offload != "none":
-        parts["waiting for copies"] = _copies(problem, plan, machinery, a_micro_batch, share)
+        parts["waiting for copies"] = _copies(problem, plan, machinery, parts, share)
     if problem.shards > 1:
         parts["waiting for weights"] = _gathering(problem, machinery, a_micro_batch)
     parts = {name: value * count for name, value in parts.items()}
@@ -172,13 +172,14 @@ def _adapter_bytes(problem: Problem, tokens: int, share: float) -> float:
     return tokens * size * ((forward * (1 + share) + backward) * (1.0 if problem.kernels else 2.5))
 
 
-def _copies(problem: Problem, plan: MemoryPlan, machinery: Machinery, computing: float, share: float) -> float:
-    """What offloading sticks out of the computation: out while it goes forward, back in the rest, of which more is computed again."""
+def _copies(problem: Problem, plan: MemoryPlan, machinery: Machinery, parts: dict[str, float], share: float) -> float:
+    """What offloading sticks out of the computation: out while it goes forward, where the loss makes its gradients too, back in the rest."""
     moved, _ = moved_bytes(problem, plan)
     link = machinery.rates.host if plan.offload == "cpu" else min(machinery.rates.host, machinery.disk)
     each_way = moved / link
-    forward = computing / (3 + share)
-    return max(0.0, each_way - forward) + max(0.0, each_way - (computing - forward))
+    layers = sum(parts.values()) - parts["loss"]
+    forward = layers / (3 + share)
+    return max(0.0, each_way - forward - parts["loss"]) + max(0.0, each_way - (layers - forward))
 
 
 def _gathering(problem: Problem, machinery: Machinery, computing: float) -> float:
