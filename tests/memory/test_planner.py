@@ -80,7 +80,8 @@ def test_offload_and_tiles_take_memory_from_the_gpu_and_count_where_it_goes():
     asked = problem(seq_len=65_536, packs=1)
     plain = sizes(asked, MemoryPlan(recompute="full"))
     moved = sizes(asked, MemoryPlan(recompute="full", offload="cpu"))
-    assert moved.host == plain.allocated["activations"] - moved.allocated["activations"] > 10 * GIB
+    layer = moved.host // LLAMA_8B.num_layers  # all have a place there; of three at a time something is on the GPU
+    assert moved.host - 3 * layer == plain.allocated["activations"] - moved.allocated["activations"] > 10 * GIB
     on_disk = sizes(asked, MemoryPlan(recompute="full", offload="disk"))
     assert on_disk.disk == moved.host
     assert on_disk.host < moved.host
@@ -274,6 +275,6 @@ def config_with_limit(made: Config, limit: float) -> Config:
 
 def test_no_way_to_save_memory_is_taken_without_need():
     """Where launching bounds the step, plans that take less memory are as fast: none is chosen for that alone."""
-    made = plan(problem(SMOLLM, seq_len=512, packs=1, memory_bytes=80 * GIB), tiled_mlp=None)
+    made = plan(problem(SMOLLM, seq_len=4096, packs=1, memory_bytes=80 * GIB), tiled_mlp=None, least_loss=True)
     assert any(a.seconds <= made.chosen.seconds and a.total < made.chosen.total for a in made.alternatives)
-    assert (made.chosen.plan.recompute, made.chosen.plan.offload, made.chosen.plan.tiled_mlp) == ("none", "none", 1)
+    assert made.chosen.plan == MemoryPlan(chunk_rows=4096)

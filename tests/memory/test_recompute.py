@@ -17,7 +17,8 @@ from rft.memory import disk
 from rft.memory.disk import DiskFile
 from rft.memory.host_pool import HostPool
 from rft.memory.offload import Offloader
-from rft.memory.recompute import apply_recompute, recomputed
+from rft.memory.plan import recomputed
+from rft.memory.recompute import apply_recompute
 from rft.models import attention_backends
 from rft.models.attention import install_attention, register
 from rft.models.backbone import Backbone, decoder_layers

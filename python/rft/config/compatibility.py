@@ -354,6 +354,22 @@ RULES: tuple[Rule, ...] = (
         {"memory": {"offload_host": 64}},
     ),
     Rule(
+        "layers of no recompute",
+        ("memory.recompute_layers", "memory.recompute"),
+        lambda c: isinstance(c.memory.recompute_layers, int) and c.memory.recompute == "none",
+        "says how many layers are computed again, and none is",
+        'set memory.recompute = "full" or "selective", or leave out memory.recompute_layers',
+        {"memory": {"recompute": "none", "recompute_layers": 4}},
+    ),
+    Rule(
+        "layers of no offload",
+        ("memory.offload_layers", "memory.offload"),
+        lambda c: isinstance(c.memory.offload_layers, int) and c.memory.offload == "none",
+        "says of how many layers it is, and nothing is offloaded",
+        'set memory.offload = "cpu", or leave out memory.offload_layers',
+        {"memory": {"offload_layers": 4}},
+    ),
+    Rule(
         "a folder for nothing",
         ("memory.offload_dir", "memory.offload", "memory.offload_states"),
         lambda c: is_set(c.memory, "offload_dir") and not uses_disk(c),

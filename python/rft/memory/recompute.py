@@ -8,24 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rft.errors import Refused
 from rft.memory.offload import Offloader
+from rft.memory.plan import Recompute, recomputed
 from rft.models.attention_kept import KeptAttention
 
-Recompute = Literal["none", "selective", "full"] | int
 Call = Callable[..., Any]
-
-
-def recomputed(recompute: Recompute, num_layers: int) -> list[int]:
-    """Which layers: all, none, or every n-th counted from the first, whose activations are held longest."""
-    if recompute == "none":
-        return []
-    return list(range(0, num_layers, recompute if isinstance(recompute, int) else 1))
 
 
 def why_not(layers: Sequence[nn.Module]) -> str | None:
@@ -34,14 +27,16 @@ def why_not(layers: Sequence[nn.Module]) -> str | None:
     return None if other is None else f"{other} has no checkpointing of transformers' layers"
 
 
-def apply_recompute(layers: Sequence[nn.Module], recompute: Recompute, offloader: Offloader | None = None) -> int:
+def apply_recompute(
+    layers: Sequence[nn.Module], recompute: Recompute, offloader: Offloader | None = None, *, count: int | None = None
+) -> int:
     """Mark the layers, in place, and return how many are computed again. Raises Refused where the model's layers have no place for it.
 
     Before compile and sharding. It sets what `transformers` itself reads in each layer's call, without its
     `gradient_checkpointing_enable`, which would ask for a gradient of the embeddings below the first adapter.
-    offloader: takes what the layers keep; every layer is marked then.
+    offloader: takes what the layers keep; every layer is marked then. count: of how many layers; None = of all that `recompute` names.
     """
-    chosen = set(recomputed(recompute, len(layers)))
+    chosen = set(recomputed(recompute, len(layers), count))
     marked = range(len(layers)) if offloader is not None else chosen
     if marked and (why := why_not(layers)):
         what = f"memory.recompute = {recompute!r}" if chosen else f'memory.offload = "{offloader and offloader.where}"'

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rft.memory.plan import MemoryPlan, Recompute
+from rft.memory.plan import MemoryPlan, Recompute, offloaded, recomputed
 from rft.models.facts import Facts
 
 GIB = 2**30
@@ -23,7 +23,9 @@ BITS_INT8 = 8
 SLACK = 0.04
 """Share of what a step allocates that the allocator holds besides: blocks between tensors, of sizes that none asks for at the moment."""
 RING = 3
-"""Layers whose kept tensors are on the device at one time when they are offloaded."""
+"""Layers whose kept tensors are on the device at one time when those of all layers are offloaded: the last layer's, which stay, those that
+are on their way there and those on their way back. One less where the last layer is not among them; of every second layer or fewer one is
+there: what left last has arrived when the next leaves, and comes back first."""
 STATE_BUCKETS = 3 * 256 * 2**20
 """Device bytes through which offloaded states pass (optim/home.py)."""
 BUCKETS = 5 * 32 * 2**20
@@ -167,11 +169,28 @@ def kept_by_recomputed(problem: Problem, tokens: int, recompute: Recompute) -> d
     return kept
 
 
-def recomputed_layers(recompute: Recompute, num_layers: int) -> int:
+def recomputed_layers(plan: MemoryPlan, num_layers: int) -> int:
     """How many decoder layers are computed again."""
-    if recompute == "none":
-        return 0
-    return math.ceil(num_layers / recompute) if isinstance(recompute, int) else num_layers
+    return len(recomputed(plan.recompute, num_layers, plan.recompute_layers))
+
+
+def moved_bytes(problem: Problem, plan: MemoryPlan) -> tuple[int, int]:
+    """What leaves the device in a forward pass, and of it what is there at one time."""
+    if plan.offload == "none":
+        return 0, 0
+    tokens, L = plan.micro_batch * problem.seq_len, problem.facts.num_layers
+    again = set(recomputed(plan.recompute, L, plan.recompute_layers))
+    a_layer = sum(kept_by_layer(problem, tokens, plan.tiled_mlp).values())
+    kept = sum(kept_by_recomputed(problem, tokens, plan.recompute).values())
+    moved = [kept if i in again else a_layer for i in offloaded(sorted(again), L, plan.offload_layers)]
+    ring = RING if len(moved) == L else 2 if 2 * len(moved) > L else 1
+    return sum(moved), sum(sorted(moved)[-ring:])
+
+
+def kept_by_layer(problem: Problem, tokens: int, tiles: int) -> dict[str, int]:
+    """`layer_bytes`; an MLP that is computed in pieces keeps nothing but its input."""
+    layer = layer_bytes(problem, tokens)
+    return {**layer, "mlp": 0} if tiles > 1 else layer
 
 
 # ---- the step
@@ -182,22 +201,17 @@ def sizes(problem: Problem, plan: MemoryPlan) -> Sizes:
     f, size = problem.facts, problem.itemsize
     tokens = plan.micro_batch * problem.seq_len
     states = state_bytes(problem)
-    layer = layer_bytes(problem, tokens)
-    if plan.tiled_mlp > 1:
-        layer["mlp"] = 0
+    layer = kept_by_layer(problem, tokens, plan.tiled_mlp)
     a_layer, L = sum(layer.values()), f.num_layers
-    again = recomputed_layers(plan.recompute, L)
+    again = recomputed_layers(plan, L)
     kept = sum(kept_by_recomputed(problem, tokens, plan.recompute).values())
     stream = tokens * f.hidden_size * size
     activations = (L - again) * a_layer + again * kept
     if not again and not problem.trained_in_full:
         activations -= stream  # below the first adapter nothing needs a gradient, so the first norm keeps no input
-    host = disk = 0
-    if plan.offload != "none":
-        of_layer = kept if again else a_layer
-        moved = max(0, (again or L) - RING) * of_layer
-        activations -= moved
-        host, disk = (moved, 0) if plan.offload == "cpu" else (min(moved, 4 * of_layer), moved)
+    moved, there = moved_bytes(problem, plan)
+    activations -= moved - there
+    host, disk = (moved, 0) if plan.offload == "cpu" else (min(moved, 2 * there), moved)
     # input of the final norm; tables of cosines and sines, ids, labels and positions
     final = stream * (1 if problem.kernels or not problem.trained_in_full else 2)
     activations += final + tokens * (2 * f.head_size * size + 3 * 8)
@@ -213,11 +227,12 @@ def sizes(problem: Problem, plan: MemoryPlan) -> Sizes:
     # plain torch scales the gradient of the head's weight into a new one, and casts that
     scaled = 0 if problem.kernels or not problem.trained_in_full else f.vocab_size * f.hidden_size * (4 + size % 4)
     made_again = a_layer - kept if again else 0
-    last_again = made_again if again and _last_is_recomputed(plan.recompute, L) else 0
+    # the layer whose backward comes first, while all activations are there
+    last_again = made_again if L - 1 in recomputed(plan.recompute, L, plan.recompute_layers) else 0
     if plan.offload_states != "none":
-        states, moved = _offloaded_states(states)
-        host += moved if plan.offload_states == "cpu" else min(moved, STATE_BUCKETS)
-        disk += moved if plan.offload_states == "disk" else 0
+        states, away = _offloaded_states(states)
+        host += away if plan.offload_states == "cpu" else min(away, STATE_BUCKETS)
+        disk += away if plan.offload_states == "disk" else 0
     gradients = states.pop("gradients") - _narrow(problem, plan)
     if plan.in_backward:
         gradients = min(
@@ -225,7 +240,7 @@ def sizes(problem: Problem, plan: MemoryPlan) -> Sizes:
         )
     before = gradients if plan.micro_batch < problem.packs else 0  # those of earlier micro-batches
     # kept outputs of attention are let go when the backward pass is over
-    held = L * (kept - stream) if plan.recompute == "selective" and plan.offload == "none" else 0
+    held = again * (kept - stream) if plan.recompute == "selective" and plan.offload == "none" else 0
     moments = {
         "loss": {
             **states, "gradients": before, "activations": activations, "loss": loss_bytes(problem, tokens, plan.chunk_rows),
@@ -266,11 +281,6 @@ def _not_there_yet(problem: Problem, plan: MemoryPlan) -> int:
     numbers = (0 if f.is_tied else table) + max(0, layer - f.hidden_size * f.intermediate_size)
     size = problem.itemsize if _narrow(problem, plan) else problem.master_itemsize
     return numbers * size // problem.shards
-
-
-def _last_is_recomputed(recompute: Recompute, num_layers: int) -> bool:
-    """Whether the layer whose backward comes first, while all activations are there, is computed again."""
-    return not isinstance(recompute, int) or (num_layers - 1) % recompute == 0
 
 
 def _offloaded_states(states: dict[str, int]) -> tuple[dict[str, int], int]:
@@ -323,8 +333,12 @@ def loss_bytes(problem: Problem, tokens: int, chunk_rows: int | Literal["least"]
         rows = min(64 if chunk_rows == "least" else chunk_rows, labelled)
         sums = V * H * 8 if problem.trained_in_full else rows * H * 4
         return rows * V * 12 + sums + 2 * gradient
+    if problem.trained_in_full and chunk_rows == "least":  # its backward (kernels/linear_logprob.py)
+        columns = min(V, max(1024, min(8192, (128 << 20) // (labelled * size))))
+        return V * H * size + labelled * columns * size + labelled * H * (4 + size) + gradient
     if problem.trained_in_full:
-        rows = max(128, 64 * 2**20 // (V * size)) if chunk_rows == "least" else chunk_rows
+        assert chunk_rows != "least"
+        rows = chunk_rows
         several = rows < labelled
         return min(rows, labelled) * V * size + V * H * (size + (4 if several else 0)) + gradient + rows * H * size
     if chunk_rows == "least":

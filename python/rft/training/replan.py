@@ -124,6 +124,7 @@ def changes(old: MemoryPlan, new: MemoryPlan) -> list[str]:
     for field in dataclasses.fields(MemoryPlan):
         before, after = getattr(old, field.name), getattr(new, field.name)
         if before != after:
+            after = "all" if after is None else after
             shown = f'"{after}"' if isinstance(after, str) else str(after).lower()
             found.append(f"{tables.get(field.name, 'memory')}.{field.name} = {shown}")
     return found
