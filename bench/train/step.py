@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,8 @@ class Setting:
     attention: str
     narrow: bool = False
     """All layers, an eighth as wide, on an eighth of the tokens: so little for the device that a step takes what the host takes."""
+    cuda_graph: bool = False
+    """rft launches forward and backward as one graph."""
 
     @property
     def device(self) -> str:
@@ -177,6 +179,7 @@ def build_rft(setting: Setting) -> tuple[Step, dict[str, Any]]:
     from rft.models.surgery import apply_swaps
     from rft.optim import BUILDERS, clip_factor, grad_norm
     from rft.quant.fp8 import quantise_base
+    from rft.training.cuda_graph import MicroBatchGraphs
     from rft.training.trainee import Trainee
 
     case, device = setting.case, torch.device(setting.device)
@@ -217,16 +220,26 @@ def build_rft(setting: Setting) -> tuple[Step, dict[str, Any]]:
     )  # fmt: skip
     batch = packed(setting.lengths(), packs, config.vocab_size).to(device)
     trainee.train()
+    told: list[str] = []
+    graphs = None
+    if setting.cuda_graph:
+        graphs = MicroBatchGraphs(
+            trainee, optimizer.parameters, trainee.losses.terms, device, lambda *said: told.append(str(said))
+        )
 
     def step() -> tuple[Any, int]:
-        loss = trainee(batch)["next_token"] / batch.label_weight
-        loss.backward()
+        if graphs is not None:
+            loss = graphs(batch, {"next_token": batch.label_weight})["next_token"]
+        else:
+            loss = trainee(batch)["next_token"] / batch.label_weight
+            loss.backward()
         optimizer.step(clip_factor(grad_norm(optimizer.parameters), 1.0))
         optimizer.zero_grad()
         return loss.detach(), batch.num_tokens
 
     applied = {a.what: f"{a.count}/{a.of}" for a in receipts.applied}
-    return step, {"attention": backend, "packs": packs, "recompute": recompute, "swap_seconds": swap_seconds, **applied}
+    facts_told = {"attention": backend, "packs": packs, "recompute": recompute, "swap_seconds": swap_seconds, **applied}
+    return step, facts_told | ({"cuda graph": told} if setting.cuda_graph else {})
 
 
 def planned(setting: Setting, facts: Any, rows: int) -> tuple[int, Any]:
@@ -536,6 +549,7 @@ def command_of(case: Case, system: str, args: argparse.Namespace, answer: Path) 
     return [
         sys.executable, "-P", __file__, "--child", case.name, system, "--answer", str(answer), "--attention", args.attention,
         *(["--tiny"] if args.tiny else []), *(["--profile"] if args.profile else []), *(["--narrow"] if args.narrow else []),
+        *(["--cuda-graph"] if args.cuda_graph else []),
     ]  # fmt: skip
 
 
@@ -590,6 +604,9 @@ def main() -> int:
     parser.add_argument(
         "--narrow", action="store_true", help="milliseconds that the host takes for a step (a result line of its own)"
     )
+    parser.add_argument(
+        "--cuda-graph", action="store_true", help="rft with train.cuda_graph (result lines of their own)"
+    )
     parser.add_argument("--tiny", action="store_true", help="tiny shapes on the CPU: does every line run")
     parser.add_argument("--seconds", type=float, default=3600, help="limit for all of it")
     parser.add_argument("--part-seconds", type=float, default=150, help="limit for one case of one system")
@@ -601,7 +618,7 @@ def main() -> int:
     parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        setting = Setting(CASES[args.child[0]], args.tiny, args.attention, args.narrow)
+        setting = Setting(CASES[args.child[0]], args.tiny, args.attention, args.narrow, args.cuda_graph)
         args.answer.write_text(json.dumps(measure(setting, args.child[1], args.profile)))
         return 0
     if args.page:
@@ -637,6 +654,8 @@ def main() -> int:
                 status, output, answer, args.verbose, f"no end in {args.part_seconds:.0f} s, or no time left"
             )
             for case in cases:
+                if args.cuda_graph and system == "rft":
+                    case = replace(case, name=f"{case.name}/cuda-graph")
                 report(results, case, system, found)
             failed |= system == "rft" and "error" in found
     return int(failed)

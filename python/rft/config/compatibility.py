@@ -238,6 +238,33 @@ RULES: tuple[Rule, ...] = (
         {"adapter": {"init": "pissa"}, "parallel": {"data": "shard"}},
     ),
     Rule(
+        "a graph of updates in backward",
+        ("train.cuda_graph", "optim.in_backward"),
+        lambda c: c.train.cuda_graph and c.optim.in_backward,
+        "a graph holds forward and backward alone",
+        "leave one of them out",
+        {"train": {"cuda_graph": True, "max_grad_norm": "none"}, "optim": {"in_backward": True}},
+    ),
+    Rule(
+        "a graph of a step that saves memory",
+        ("train.cuda_graph", "memory.recompute", "memory.offload"),
+        lambda c: (
+            c.train.cuda_graph
+            and (c.memory.recompute not in ("auto", "none") or c.memory.offload not in ("auto", "none"))
+        ),
+        "computing again and offloading decide anew in each step what a graph fixes once",
+        "leave them out where a graph pays, or set train.cuda_graph = false",
+        {"train": {"cuda_graph": True}, "memory": {"recompute": "full"}},
+    ),
+    Rule(
+        "a graph of a plan that may change",
+        ("train.cuda_graph", "train.on_oom"),
+        lambda c: c.train.cuda_graph and c.train.on_oom == "replan",
+        "another memory plan would need another graph in the middle of a step",
+        "leave one of them out",
+        {"train": {"cuda_graph": True, "on_oom": "replan"}},
+    ),
+    Rule(
         "low-precision weights, full-precision maths",
         ("train.master", "train.precision"),
         lambda c: c.train.master == "bfloat16" and c.train.precision == "fp32",

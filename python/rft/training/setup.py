@@ -47,6 +47,7 @@ from rft.parallel.fsdp import local_part
 from rft.parallel.mesh import World
 from rft.quant.packed import Packed, place
 from rft.ranks import plain_number
+from rft.training.cuda_graph import BY_BORDERS, MicroBatchGraphs
 from rft.training.flops import count_flops
 from rft.training.job import DTYPES, Job
 from rft.training.known import Known
@@ -64,6 +65,7 @@ from rft.training.resolve import (
 )
 from rft.training.resume import accumulate_on_resume
 from rft.training.run import Run
+from rft.training.rundir import write_run_files
 from rft.training.signals import Signals
 from rft.training.state import TrainState, resume_state
 from rft.training.trackers import check_trackers
@@ -240,6 +242,8 @@ def build_run(job: Job, run_dir: Path, checkpoint: Checkpoint | None) -> Run:
         planned=job.planned,
         replanner=Replanner(job, run_dir),
     )
+    if config.train.cuda_graph:
+        run.graphs = build_graphs(job, run)
     seed_everything(
         config.train.seed + job.world.rank
     )  # dropout differs by rank, and does not depend on how weights were read
@@ -247,6 +251,49 @@ def build_run(job: Job, run_dir: Path, checkpoint: Checkpoint | None) -> Run:
         resume_state(run, checkpoint)
         run.saved_step, run.saved_path = checkpoint.step, checkpoint.path
     return run
+
+
+def why_no_graph(job: Job) -> str | None:
+    """Why a micro-batch of this job cannot be a CUDA graph, or None."""
+    config = job.config
+    if job.world.device.type != "cuda":
+        return f"a {job.world.device.type} has no CUDA graphs"
+    if job.world.world_size > 1:
+        return f"{job.world.world_size} ranks sum their gradients during the backward, outside of a graph"
+    if config.memory.recompute != "none" or config.memory.offload != "none":
+        saves = f'recompute "{config.memory.recompute}", offload "{config.memory.offload}"'
+        return f"the memory plan needs {saves}, which a graph cannot hold"
+    if config.model.attention not in BY_BORDERS:
+        return f"attention {config.model.attention} needs every document's length on the host; {' and '.join(BY_BORDERS)} do not"
+    needs = job.probed.needs
+    if not job.probed.isolates or needs.chunk:
+        return "this model needs the documents' lengths on the host"
+    return "experts take as many tokens as each batch gives them" if job.facts.is_moe else None
+
+
+def build_graphs(job: Job, run: Run) -> MicroBatchGraphs:
+    """Raises Refused where there can be none; what only shows when a graph is made is told by a receipt."""
+    why = why_no_graph(job)
+    if why:
+        raise Refused("train.cuda_graph = true", why, do="set train.cuda_graph = false")
+    drops = isinstance(job.config.adapter, LoraConfig) and job.config.adapter.dropout > 0
+
+    def tell(checked: dict[str, float] | None, why_not: str | None) -> None:
+        if why_not is not None:
+            job.receipts.decline("cuda graph", 1, why_not)
+            log.warn(f"no CUDA graph: {why_not}")
+        else:
+            how = "forward and backward of a micro-batch, one graph for each shape" + (
+                "; not compared, since dropout draws anew" if drops else ""
+            )
+            job.receipts.apply("cuda graph", 1, 1, how, checked)
+            log.say("graph", how)
+        run.receipts = job.receipts.to_json()
+        if run.is_main and run.prepared is not None:
+            write_run_files(run)
+
+    trained = [p for p in run.trainee.parameters() if p.requires_grad]
+    return MicroBatchGraphs(run.trainee, trained, run.losses.terms, run.device, tell, compare=not drops)
 
 
 def refuse_many_updates(job: Job, packs_per_step: int) -> None:
