@@ -227,10 +227,12 @@ def _show_speed(made: Answer) -> None:
 
 def _guessed(made: Answer) -> str:
     """What the reader has to know of the host's seconds where nobody measured them."""
-    from rft.memory.devices import GUESSED_LAUNCH
+    from rft.memory.devices import GUESSED_LAUNCH, GUESSED_PACKED_LAUNCH
 
     rates = made.planned.machinery.rates
-    if not made.planned.problem.kernels or rates.launch == GUESSED_LAUNCH:
+    packed = made.planned.problem.base in ("nf4", "int8")
+    guessed = rates.launch_packed == GUESSED_PACKED_LAUNCH if packed else rates.launch == GUESSED_LAUNCH
+    if not made.planned.problem.kernels or guessed:
         return " (a guess until `rft doctor --calibrate` has measured this host)"
     return ""
 

@@ -282,20 +282,17 @@ def _levels(
 def _refined(problem: Problem, given: Given, machinery: Machinery, chosen: Choice) -> Choice:
     """The fastest that fits among plans with other numbers of layers than those that were tried; of equals, the one that moves the least."""
     L, made = problem.facts.num_layers, chosen.plan
-    step = math.ceil(L / modes.LEVELS)
 
-    def between(count: int | None, levels: int, least: int) -> list[int | None]:
-        """All numbers from `least` on up to the one that was chosen."""
-        if levels == 1:
-            return [count]
-        return [*range(max(1, least), count or L), count]
+    def up_to(count: int | None, levels: int) -> list[int | None]:
+        """All numbers up to the one that was chosen, where there was a choice."""
+        return [count] if levels == 1 else [*range(1, count or L), count]
 
     again = _levels(problem, given.recompute_layers, made.recompute, free=given.recompute is None)
     moved = _levels(problem, given.offload_layers, made.offload, free=given.offload is None and made.offload == "cpu")
     tried = [
         _choice(problem, machinery, replace(made, recompute_layers=r, offload_layers=o))
-        for r in between(made.recompute_layers, len(again), (made.recompute_layers or L) - step)
-        for o in between(made.offload_layers, len(moved), 1)
+        for r in up_to(made.recompute_layers, len(again))
+        for o in up_to(made.offload_layers, len(moved))
     ]
     fitting = [c for c in tried if fits(problem, c)]
     fastest = min(c.seconds for c in fitting)
