@@ -507,7 +507,26 @@ def profile_step(step: Step, device: str) -> dict[str, Any]:
         by_name[event.key[:100]][0] += ms
         by_name[event.key[:100]][1] += event.count / 2
     largest = sorted(by_name.items(), key=lambda item: -item[1][0])[:25]
-    return {"kinds": dict(sorted(by_kind.items(), key=lambda item: -item[1])), "largest": largest}
+    idle = idle_ms(traced) if device == "cuda" else []
+    by_kind["idle"] = sum(ms for _, (ms, _) in idle)
+    return {"kinds": dict(sorted(by_kind.items(), key=lambda item: -item[1])), "largest": largest, "idle": idle[:12]}
+
+
+def idle_ms(traced: Any) -> list[tuple[str, list[float]]]:
+    """Milliseconds a step in which the device waited, by the kernel that came next: (name, [ms, times]), the longest first."""
+    from torch.autograd import DeviceType
+
+    spans = sorted(
+        (e.time_range.start, e.time_range.end, e.name) for e in traced.events() if e.device_type == DeviceType.CUDA
+    )
+    waited: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
+    end = spans[0][0] if spans else 0.0
+    for start, stop, name in spans:
+        if start > end:
+            waited[name[:100]][0] += (start - end) / 1e3 / 2
+            waited[name[:100]][1] += 1 / 2
+        end = max(end, stop)
+    return sorted(waited.items(), key=lambda item: -item[1][0])
 
 
 # ---- the parent starts one process a case and system
@@ -542,12 +561,14 @@ def report(results: Any, case: Case, system: str, found: dict[str, Any]) -> None
     results.add(case.name, system, "tokens_per_second", found["rates"])
     results.add(case.name, system, "gib", found["gib"])
     print(
-        f"    {found['facts']}, losses {[round(x, 3) for x in found['losses']]}, ready after {found['ready_seconds']:.0f} s"
+        f"    {found['facts']}, losses {[round(x, 3) for x in found['losses']]}, ready after {found['ready_seconds']:.0f} s, "
+        f"each step {[round(x) for x in found['rates']]}"
     )
     for kind, ms in found.get("profile", {}).get("kinds", {}).items():
         results.add(f"{case.name}/profile", system, f"ms {kind}", ms)
-    for name, (ms, count) in found.get("profile", {}).get("largest", []):
-        print(f"    {ms:8.2f} ms  {count:6.0f} x  {name}")
+    for title in ("largest", "idle"):
+        for name, (ms, count) in found.get("profile", {}).get(title, []):
+            print(f"    {'before ' if title == 'idle' else ''}{ms:8.2f} ms  {count:6.0f} x  {name}")
 
 
 def chosen_cases(names: list[str] | None) -> list[Case]:

@@ -1,7 +1,7 @@
 """Bytes and seconds of every way to run a step -> the fastest that fits.
 
 `sizes.py` counts bytes, `speed.py` seconds, `devices.py` what the hardware does, `modes.py` what this version can carry out. The choice: the
-fastest plan that fits; among nearly as fast ones the one with the least memory.
+fastest plan that fits; among nearly as fast ones that with the fewest means, and of those the smallest that is as good as the fastest.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from rft.words import counted
 __all__ = ["GIB", "Choice", "Given", "Planned", "Problem", "plan"]
 
 WORTH = 0.03
-"""A choice that takes more memory has to be faster by this share."""
+"""A way to save memory is not taken for less than this share of the time."""
+FILLS = 0.01
+"""Memory alone is taken for less: what the GPU has is otherwise idle."""
 LESS = 0.9
 """A cheaper plan takes at most this share of the memory, or it would fail again."""
 
@@ -104,7 +106,7 @@ class Planned:
         if any(a.total > self.budget for a in fuller):
             return f"the most that fits: about {_gib(choice.total)} of {_gib(self.budget)} GiB"
         if fuller:
-            return f"fills the GPU; more would gain under {WORTH:.0%} (about {_gib(choice.total)} GiB)"
+            return f"fills the GPU; more would gain under {FILLS:.0%} (about {_gib(choice.total)} GiB)"
         return f"the whole step at once takes about {_gib(choice.total)} of {_gib(self.budget)} GiB"
 
     def why_recompute(self) -> str:
@@ -320,7 +322,10 @@ def plan(problem: Problem, given: Given, machinery: Machinery) -> Planned:
         return Planned(problem, machinery, min(every, key=lambda c: c.total), False, every)
     fastest = min(c.seconds for c in fitting)
     near = [c for c in fitting if c.seconds <= fastest * (1 + WORTH)]
-    chosen = min(near, key=lambda c: (_means(c.plan), c.total, c.seconds))
+    fewest = min(_means(c.plan) for c in near)
+    plainest = [c for c in near if _means(c.plan) == fewest]
+    fastest = min(c.seconds for c in plainest)
+    chosen = min((c for c in plainest if c.seconds <= fastest * (1 + FILLS)), key=lambda c: (c.total, c.seconds))
     return Planned(problem, machinery, _refined(problem, given, machinery, chosen), True, every)
 
 
