@@ -175,7 +175,7 @@ def _show(made: Answer) -> None:
     else:
         log.say("step", f"{made.tokens_per_step:,} tokens; the speed of a CPU is not planned")
     for decision in made.decisions:
-        if decision.key in _PLANNED:
+        if decision.key in _PLANNED and not (decision.key.endswith("_layers") and decision.value == "all"):
             log.say("chosen", f"{decision.key} = {decision.value}: {decision.reason}")
     if planned.fits:
         for words in planned.nearest() if machine.kind == "cuda" else ():
@@ -240,13 +240,15 @@ def _guessed(made: Answer) -> str:
 _PLANNED = (
     "train.micro_batch",
     "memory.recompute",
+    "memory.recompute_layers",
     "memory.offload",
+    "memory.offload_layers",
     "memory.tiled_mlp",
     "loss.chunk_rows",
     "parallel.data",
 )
 _MOMENTS = {
-    "loss": "most at the loss", "backward": "most in the backward pass of the last layer",
+    "forward": "most at the end of the forward pass", "loss": "most at the loss", "backward": "most in the backward pass of the last layer",
     "update": "most in the backward pass of the first layer", "embedding": "most at the embedding's gradient",
 }  # fmt: skip
 

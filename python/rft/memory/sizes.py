@@ -76,7 +76,7 @@ class Sizes:
     """Pinned memory of the machine."""
     disk: int = 0
     moment: str = ""
-    """When it is: the loss, the backward of the last layer ("backward"), of the first ("update"), or of the embedding."""
+    """When it is: the end of the forward pass ("forward"), the loss, the backward of the last layer ("backward"), of the first ("update"), or of the embedding."""
     moments: dict[str, dict[str, int]] = field(default_factory=dict)
     """`allocated` at each of them."""
     layer: dict[str, int] = field(default_factory=dict)
@@ -247,7 +247,6 @@ def sizes(problem: Problem, plan: MemoryPlan) -> Sizes:
     # kept outputs of attention are let go when the backward pass is over
     held = again * (kept - stream) if plan.recompute == "selective" and plan.offload == "none" else 0
     moments = {
-        "forward": {**states, "gradients": before, "activations": activations + on_the_way - there + of_layer},
         "loss": {
             **states, "gradients": before, "activations": activations, "loss": loss_bytes(problem, tokens, plan.chunk_rows),
         },
@@ -261,6 +260,8 @@ def sizes(problem: Problem, plan: MemoryPlan) -> Sizes:
         },
         "embedding": {**states, "gradients": gradients, "activations": stream + held, "backward of a layer": embedding},
     }  # fmt: skip
+    if moved:
+        moments["forward"] = {**states, "gradients": before, "activations": activations + on_the_way - there + of_layer}
     moment, allocated = max(moments.items(), key=lambda item: sum(item[1].values()))
     allocated = {name: count for name, count in allocated.items() if count}
     slack = int(SLACK * (sum(allocated.values()) - states["weights"]))
