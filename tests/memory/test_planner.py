@@ -92,6 +92,23 @@ def test_offload_and_tiles_take_memory_from_the_gpu_and_count_where_it_goes():
     assert time_of(asked, recompute="full", offload="disk") > 1.5 * time_of(asked, recompute="full")
 
 
+def test_weights_on_the_host_leave_three_layers_and_the_ends_on_the_gpu():
+    facts = dataclasses.replace(LLAMA_8B, num_trained=LLAMA_8B.num_parameters)
+    ends = 2 * facts.vocab_size * facts.hidden_size
+    layers = 2 * (facts.num_parameters - ends)
+    for asked in (problem(packs=1), problem(facts, packs=1, trained_in_full=True, master_itemsize=2, moment_bytes=2.0)):
+        here = sizes(asked, MemoryPlan(recompute="full"))
+        away = sizes(asked, MemoryPlan(recompute="full", offload_weights="cpu"))
+        assert here.peak - away.peak == layers * 29 // 32
+        assert away.host == layers
+        times = [seconds(asked, MemoryPlan(recompute="full", offload_weights=w), MACHINERY) for w in ("none", "cpu")]  # type: ignore[arg-type]
+        assert 0 < times[1].parts["fetching weights"] == pytest.approx(times[1].step - times[0].step)
+    made = plan(problem(packs=1, memory_bytes=12 * GIB), offload_weights="cpu")
+    assert made.fits
+    assert made.chosen.plan.recompute in ("full", "selective")
+    assert made.chosen.plan.recompute_layers is None
+
+
 def test_gradients_of_one_micro_batch_stay_in_the_compute_type_but_for_the_head():
     facts = dataclasses.replace(LLAMA_8B, num_trained=LLAMA_8B.num_parameters)
     asked = problem(facts, trained_in_full=True)

@@ -128,6 +128,13 @@ def frozen_bytes(problem: Problem, frozen: int) -> int:
     return frozen * size  # FP8 in both layouts takes the bytes of bf16
 
 
+def layer_weight_bytes(problem: Problem) -> int:
+    """Of the weights of all decoder layers, as they are computed with."""
+    f = problem.facts
+    ends = f.vocab_size * f.hidden_size * (1 if f.is_tied else 2)
+    return max(0, f.num_parameters - ends) * problem.itemsize
+
+
 # ---- what a layer keeps
 
 
@@ -212,6 +219,10 @@ def sizes(problem: Problem, plan: MemoryPlan) -> Sizes:
     moved, there, on_the_way = moved_bytes(problem, plan)
     activations -= moved - there
     host, disk = (moved, 0) if plan.offload == "cpu" else (min(moved, 2 * there), moved)
+    if plan.offload_weights != "none":
+        weights = layer_weight_bytes(problem)
+        states["weights"] -= weights * max(0, L - RESIDENT) // max(L, 1)
+        host += weights
     # input of the final norm; tables of cosines and sines, ids, labels and positions
     final = stream * (1 if problem.kernels or not problem.trained_in_full else 2)
     activations += final + tokens * (2 * f.head_size * size + 3 * 8)
@@ -295,6 +306,8 @@ def _offloaded_states(states: dict[str, int]) -> tuple[dict[str, int], int]:
     return {**states, "optimizer": states["optimizer"] - moved}, moved
 
 
+RESIDENT = 3
+"""Layers whose weights are on the device at one time where they lie on the host: one that is worked on, one on its way there, one on its way home."""
 UPDATED = 1 << 24
 """Numbers of a weight that a rule updates at one time, in four fp32 tensors (optim/rule.py)."""
 LINEARS = 7

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from rft.memory.devices import ACROSS, Rates
 from rft.memory.plan import MemoryPlan, offloaded, recomputed
-from rft.memory.sizes import Problem, moved_bytes, recomputed_layers, state_bytes
+from rft.memory.sizes import Problem, layer_weight_bytes, moved_bytes, recomputed_layers, state_bytes
 
 PLAIN_LAUNCH = 9.1e-3
 """Seconds of the host to launch one decoder layer forward and backward through PEFT's own modules: 4,096 tokens a micro-batch at 15,000
@@ -125,6 +125,11 @@ def seconds(problem: Problem, plan: MemoryPlan, machinery: Machinery) -> Times:
     count = math.ceil(problem.packs / plan.micro_batch)
     if plan.offload != "none":
         parts["waiting for copies"] = _copies(problem, plan, machinery, parts, share)
+    if plan.offload_weights != "none":
+        fetching = layer_weight_bytes(problem) / r.host
+        compute = sum(parts.values())
+        forward = compute / (3 + share)
+        parts["fetching weights"] = max(0.0, fetching - forward) + max(0.0, fetching - (compute - forward))
     if problem.shards > 1:
         parts["waiting for weights"] = _gathering(problem, machinery, a_micro_batch)
     parts = {name: value * count for name, value in parts.items()}
