@@ -381,6 +381,53 @@ RULES: tuple[Rule, ...] = (
         {"memory": {"offload_host": 64}},
     ),
     Rule(
+        "weights that are gone when they are wanted",
+        ("memory.offload_weights", "memory.recompute"),
+        lambda c: (
+            c.memory.offload_weights != "none"
+            and (c.memory.recompute not in ("auto", "full", "selective") or isinstance(c.memory.recompute_layers, int))
+        ),
+        "a layer that is not computed again would go back through weights that have left the GPU",
+        'set memory.recompute = "full" or "selective" of all layers, or leave out memory.offload_weights',
+        {"memory": {"offload_weights": "cpu", "recompute": "none"}},
+    ),
+    Rule(
+        "weights that leave before they are updated",
+        ("memory.offload_weights", "optim.in_backward"),
+        lambda c: c.memory.offload_weights != "none" and c.adapter.name == "none" and not c.optim.in_backward,
+        "trained weights are on the GPU in the backward pass of their layer alone, and are updated there",
+        "set optim.in_backward = true, or leave out memory.offload_weights",
+        {"adapter": {"name": "none"}, "memory": {"offload_weights": "cpu"}},
+    ),
+    Rule(
+        "weights on the host and in fewer bits",
+        ("memory.offload_weights", "model.base_weights"),
+        lambda c: c.memory.offload_weights != "none" and c.model.base_weights != "bf16",
+        "codes are not fetched layer by layer",
+        "leave out memory.offload_weights or model.base_weights",
+        {"memory": {"offload_weights": "cpu"}, "model": {"base_weights": "nf4"}},
+    ),
+    Rule(
+        "adapters made of weights on the host",
+        ("memory.offload_weights", "adapter.init", "adapter.dora"),
+        lambda c: (
+            c.memory.offload_weights != "none"
+            and isinstance(c.adapter, LoraConfig)
+            and (c.adapter.dora or c.adapter.init in ("pissa", "olora"))
+        ),
+        "they are made of the base's weights, on the GPU",
+        "leave out memory.offload_weights, or adapter.dora and adapter.init",
+        {"adapter": {"dora": True}, "memory": {"offload_weights": "cpu"}},
+    ),
+    Rule(
+        "weights on the host of several ranks",
+        ("memory.offload_weights", "parallel.data"),
+        lambda c: c.memory.offload_weights != "none" and c.parallel.data == "shard",
+        "sharded weights are gathered from the other ranks",
+        "leave out memory.offload_weights or parallel.data",
+        {"memory": {"offload_weights": "cpu"}, "parallel": {"data": "shard"}},
+    ),
+    Rule(
         "layers of no recompute",
         ("memory.recompute_layers", "memory.recompute"),
         lambda c: isinstance(c.memory.recompute_layers, int) and c.memory.recompute == "none",

@@ -31,6 +31,8 @@ class MemoryConfig(Table):
     """Pieces of the sequence in which every gated MLP is computed, forward once more in the backward pass; 1 = whole. `auto`: whole, unless that does not fit."""
     offload_states: Literal["none", "cpu", "disk"] = "none"
     """Where optimizer states, and fp32 masters of weights that are computed with in bf16, lie between steps: on the GPU, in host memory, or in files of `offload_dir`. Not sharded."""
+    offload_weights: Literal["none", "cpu"] = "none"
+    """Where the weights of the decoder layers lie: on the GPU, or in host memory, from where each layer's are fetched while the one before it is worked on. Every layer is computed again then; in full fine-tuning each weight is updated in the backward pass. One process."""
     offload_dir: str | None = None
     """Folder for what goes to disk; its files have no name while they are used, so a crash leaves none. Default: `offload` in the run directory."""
     limit: Gib | None = None

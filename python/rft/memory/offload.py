@@ -152,6 +152,9 @@ class Offloader:
         finally:
             self._layer_bytes = max(self._layer_bytes, self.moved_bytes - before)
             self._here, self._layer, self._seen = None, None, {}
+            if self._out is not None and index == self._num_layers - 1:
+                # what left last is needed first, and stays; the loss needs the room of what left before
+                self._let_go(torch.cuda.current_stream(self.device), layers=1)
 
     def pack(self, tensor: Tensor) -> Any:
         """Send a saved tensor on its way; what autograd shall hold instead. Parameters, buffers and small tensors are held as they are."""
@@ -211,9 +214,9 @@ class Offloader:
             return True
         return behind * max(self._layer_bytes, size) + size <= self._device_bytes
 
-    def _let_go(self, stream: Any) -> None:
+    def _let_go(self, stream: Any, layers: int = IN_FLIGHT_LAYERS) -> None:
         """Give memory back whose copy is done; beyond some layers' worth the computing stream (not the host) waits for the oldest copy."""
-        limit = max(1, IN_FLIGHT_LAYERS * self._layer_bytes)
+        limit = max(1, layers * self._layer_bytes)
         held = sum(item.bytes for item, _ in self._leaving)
         while self._leaving:
             item, copied = self._leaving[0]
@@ -249,6 +252,9 @@ class Offloader:
         if self._prefetched == place:
             return
         begun, self._prefetched = self._prefetched >= 0, place
+        while self._leaving and self._leaving[-1][0].group.index > place:  # worked on already, and held here alone
+            _, copied = self._leaving.pop()
+            torch.cuda.current_stream(self.device).wait_event(copied)
         before = max((i for i in self._away if i < place), default=-1)
         for other in reversed(self._groups):
             if other.index not in (place, before):

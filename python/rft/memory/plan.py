@@ -33,6 +33,8 @@ class MemoryPlan:
     micro_batch: int = 1
     offload_states: Place = "none"
     """Where masters and optimizer states lie."""
+    offload_weights: Literal["none", "cpu"] = "none"
+    """Where the weights of the decoder layers lie while their layer is not worked on."""
     in_backward: bool = False
     """Whether the optimizer's step of a parameter is made as soon as its gradient is there."""
 
@@ -52,7 +54,8 @@ class MemoryPlan:
             tiled_mlp=getattr(memory, "tiled_mlp", 1),
             chunk_rows=rows,
             micro_batch=micro_batch,
-            offload_states=getattr(memory, "offload_states", "none"),
+            offload_states=memory.offload_states,
+            offload_weights=memory.offload_weights,
             in_backward=bool(getattr(config.optim, "in_backward", False)),
         )
 
@@ -93,6 +96,7 @@ def config_with(config: Config, plan: MemoryPlan) -> Config:
         "offload_layers": plan.offload_layers or "all",
         "tiled_mlp": plan.tiled_mlp,
         "offload_states": plan.offload_states,
+        "offload_weights": plan.offload_weights,
     }
     tables = {
         "memory": config.memory.model_copy(update=memory),

@@ -42,6 +42,7 @@ class Given:
     least_loss: bool = False
     """Whether "least" may be chosen in place of `chunk_rows`."""
     offload_states: Place = "none"
+    offload_weights: Literal["none", "cpu"] = "none"
     in_backward: bool = False
     can_recompute: bool = True
 
@@ -211,6 +212,7 @@ _KEYS = {
     "tiled_mlp": "memory.tiled_mlp",
     "chunk_rows": "loss.chunk_rows",
     "offload_states": "memory.offload_states",
+    "offload_weights": "memory.offload_weights",
     "in_backward": "optim.in_backward",
 }
 
@@ -248,6 +250,8 @@ def choices(problem: Problem, given: Given, machinery: Machinery) -> Iterator[Ch
     """Every way to run the step that this version has."""
     batches = [given.micro_batch] if given.micro_batch else divisors(problem.packs)
     kinds: tuple[Recompute, ...] = modes.RECOMPUTE
+    if given.offload_weights != "none":  # every layer is computed again
+        kinds, given = ("selective", "full"), replace(given, recompute_layers="all")
     if given.recompute is not None:
         kinds = (given.recompute,)
     elif not given.can_recompute:
@@ -260,7 +264,8 @@ def choices(problem: Problem, given: Given, machinery: Machinery) -> Iterator[Ch
             for moved in _levels(problem, given.offload_layers, place, free=given.offload is None and place == "cpu"):
                 yield _choice(problem, machinery, MemoryPlan(
                     recompute=kind, recompute_layers=again, offload=place, offload_layers=moved, tiled_mlp=tile, chunk_rows=chunk_rows,
-                    micro_batch=batch, offload_states=given.offload_states, in_backward=given.in_backward,
+                    micro_batch=batch, offload_states=given.offload_states, offload_weights=given.offload_weights,
+                    in_backward=given.in_backward,
                 ))  # fmt: skip
 
 
@@ -284,20 +289,19 @@ def _levels(
 def _refined(problem: Problem, given: Given, machinery: Machinery, chosen: Choice) -> Choice:
     """The fastest that fits among plans with other numbers of layers than those that were tried; of equals, the one that moves the least."""
     L, made = problem.facts.num_layers, chosen.plan
-    step = math.ceil(L / modes.LEVELS)
+    if made.offload_weights != "none":
+        given = replace(given, recompute_layers="all")
 
-    def between(count: int | None, levels: int, least: int) -> list[int | None]:
-        """All numbers from `least` on up to the one that was chosen."""
-        if levels == 1:
-            return [count]
-        return [*range(max(1, least), count or L), count]
+    def up_to(count: int | None, levels: int) -> list[int | None]:
+        """All numbers up to the one that was chosen, where there was a choice."""
+        return [count] if levels == 1 else [*range(1, count or L), count]
 
     again = _levels(problem, given.recompute_layers, made.recompute, free=given.recompute is None)
     moved = _levels(problem, given.offload_layers, made.offload, free=given.offload is None and made.offload == "cpu")
     tried = [
         _choice(problem, machinery, replace(made, recompute_layers=r, offload_layers=o))
-        for r in between(made.recompute_layers, len(again), (made.recompute_layers or L) - step)
-        for o in between(made.offload_layers, len(moved), 1)
+        for r in up_to(made.recompute_layers, len(again))
+        for o in up_to(made.offload_layers, len(moved))
     ]
     fitting = [c for c in tried if fits(problem, c)]
     fastest = min(c.seconds for c in fitting)

@@ -22,10 +22,9 @@ BITS_NF4 = 4 + 8 / 64 + 32 / (64 * 256)
 BITS_INT8 = 8
 SLACK = 0.04
 """Share of what a step allocates that the allocator holds besides: blocks between tensors, of sizes that none asks for at the moment."""
-RING = 3
-"""Layers whose kept tensors are on the device at one time when those of all layers are offloaded: the last layer's, which stay, those that
-are on their way there and those on their way back. One less where the last layer is not among them; of every second layer or fewer one is
-there: what left last has arrived when the next leaves, and comes back first."""
+RING = 2
+"""Layers whose kept tensors are on the device when the forward pass is over and while it goes back, where most are offloaded: the one that is
+worked on and the one before it. Of every second layer or fewer, one: the others stay by themselves. One more while the forward pass goes on (memory/offload.py, IN_FLIGHT_LAYERS)."""
 STATE_BUCKETS = 3 * 256 * 2**20
 """Device bytes through which offloaded states pass (optim/home.py)."""
 BUCKETS = 5 * 32 * 2**20
@@ -77,7 +76,7 @@ class Sizes:
     """Pinned memory of the machine."""
     disk: int = 0
     moment: str = ""
-    """When it is: the loss, the backward of the last layer ("backward"), of the first ("update"), or of the embedding."""
+    """When it is: the end of the forward pass ("forward"), the loss, the backward of the last layer ("backward"), of the first ("update"), or of the embedding."""
     moments: dict[str, dict[str, int]] = field(default_factory=dict)
     """`allocated` at each of them."""
     layer: dict[str, int] = field(default_factory=dict)
@@ -129,6 +128,13 @@ def frozen_bytes(problem: Problem, frozen: int) -> int:
     return frozen * size  # FP8 in both layouts takes the bytes of bf16
 
 
+def layer_weight_bytes(problem: Problem) -> int:
+    """Of the weights of all decoder layers, as they are computed with."""
+    f = problem.facts
+    ends = f.vocab_size * f.hidden_size * (1 if f.is_tied else 2)
+    return max(0, f.num_parameters - ends) * problem.itemsize
+
+
 # ---- what a layer keeps
 
 
@@ -174,17 +180,18 @@ def recomputed_layers(plan: MemoryPlan, num_layers: int) -> int:
     return len(recomputed(plan.recompute, num_layers, plan.recompute_layers))
 
 
-def moved_bytes(problem: Problem, plan: MemoryPlan) -> tuple[int, int]:
-    """What leaves the device in a forward pass, and of it what is there at one time."""
+def moved_bytes(problem: Problem, plan: MemoryPlan) -> tuple[int, int, int]:
+    """What leaves the device in a forward pass, and of it what is there in the end, and while the pass goes on."""
     if plan.offload == "none":
-        return 0, 0
+        return 0, 0, 0
     tokens, L = plan.micro_batch * problem.seq_len, problem.facts.num_layers
     again = set(recomputed(plan.recompute, L, plan.recompute_layers))
     a_layer = sum(kept_by_layer(problem, tokens, plan.tiled_mlp).values())
     kept = sum(kept_by_recomputed(problem, tokens, plan.recompute).values())
     moved = [kept if i in again else a_layer for i in offloaded(sorted(again), L, plan.offload_layers)]
-    ring = RING if len(moved) == L else 2 if 2 * len(moved) > L else 1
-    return sum(moved), sum(sorted(moved)[-ring:])
+    ring = RING if 2 * len(moved) > L else RING - 1
+    largest = sorted(moved, reverse=True)
+    return sum(moved), sum(largest[:ring]), sum(largest[: ring + 1])
 
 
 def kept_by_layer(problem: Problem, tokens: int, tiles: int) -> dict[str, int]:
@@ -209,13 +216,17 @@ def sizes(problem: Problem, plan: MemoryPlan) -> Sizes:
     activations = (L - again) * a_layer + again * kept
     if not again and not problem.trained_in_full:
         activations -= stream  # below the first adapter nothing needs a gradient, so the first norm keeps no input
-    moved, there = moved_bytes(problem, plan)
+    moved, there, on_the_way = moved_bytes(problem, plan)
     activations -= moved - there
     host, disk = (moved, 0) if plan.offload == "cpu" else (min(moved, 2 * there), moved)
+    if plan.offload_weights != "none":
+        weights = layer_weight_bytes(problem)
+        states["weights"] -= weights * max(0, L - RESIDENT) // max(L, 1)
+        host += weights
     # input of the final norm; tables of cosines and sines, ids, labels and positions
     final = stream * (1 if problem.kernels or not problem.trained_in_full else 2)
     activations += final + tokens * (2 * f.head_size * size + 3 * 8)
-    transient = backward_bytes(problem, tokens, plan.tiled_mlp)
+    transient = backward_bytes(problem, tokens, plan.tiled_mlp, in_backward=plan.in_backward)
     if problem.base in ("nf4", "int8"):
         transient += f.largest_linear * size  # the buffer that weights are dequantised into
     sent = gathered_bytes(problem) if problem.shards > 1 else 0
@@ -223,7 +234,9 @@ def sizes(problem: Problem, plan: MemoryPlan) -> Sizes:
         sent += min(BUCKETS, states["gradients"])
     # the embedding's gradient is dense before it is added to that of a tied head, or cast; plain torch still holds the head's sum then
     dense = f.vocab_size * f.hidden_size * (size if problem.kernels else 2 * size)
-    embedding = dense if problem.trained_in_full and not plan.in_backward else 0
+    if problem.kernels and f.is_tied and size < problem.master_itemsize:  # cast before it is added to the head's
+        dense += f.vocab_size * f.hidden_size * problem.master_itemsize
+    embedding = dense if problem.trained_in_full else 0
     # plain torch scales the gradient of the head's weight into a new one, and casts that
     scaled = 0 if problem.kernels or not problem.trained_in_full else f.vocab_size * f.hidden_size * (4 + size % 4)
     made_again = a_layer - kept if again else 0
@@ -239,6 +252,9 @@ def sizes(problem: Problem, plan: MemoryPlan) -> Sizes:
             gradients, max(f.vocab_size * f.hidden_size, f.hidden_size * f.intermediate_size) * problem.master_itemsize
         )
     before = gradients if plan.micro_batch < problem.packs else 0  # those of earlier micro-batches
+    of_layer = (
+        math.ceil(tokens / plan.tiled_mlp) * f.intermediate_size * size + 2 * stream
+    )  # beside what a layer keeps, forward
     # kept outputs of attention are let go when the backward pass is over
     held = again * (kept - stream) if plan.recompute == "selective" and plan.offload == "none" else 0
     moments = {
@@ -255,6 +271,8 @@ def sizes(problem: Problem, plan: MemoryPlan) -> Sizes:
         },
         "embedding": {**states, "gradients": gradients, "activations": stream + held, "backward of a layer": embedding},
     }  # fmt: skip
+    if moved:
+        moments["forward"] = {**states, "gradients": before, "activations": activations + on_the_way - there + of_layer}
     moment, allocated = max(moments.items(), key=lambda item: sum(item[1].values()))
     allocated = {name: count for name, count in allocated.items() if count}
     slack = int(SLACK * (sum(allocated.values()) - states["weights"]))
@@ -288,11 +306,15 @@ def _offloaded_states(states: dict[str, int]) -> tuple[dict[str, int], int]:
     return {**states, "optimizer": states["optimizer"] - moved}, moved
 
 
+RESIDENT = 3
+"""Layers whose weights are on the device at one time where they lie on the host: one that is worked on, one on its way there, one on its way home."""
+UPDATED = 1 << 24
+"""Numbers of a weight that a rule updates at one time, in four fp32 tensors (optim/rule.py)."""
 LINEARS = 7
 """Of a decoder layer with a gated MLP: what its ranks are spread over."""
 
 
-def backward_bytes(problem: Problem, tokens: int, tiles: int = 1) -> int:
+def backward_bytes(problem: Problem, tokens: int, tiles: int = 1, *, in_backward: bool = False) -> int:
     """What exists besides in the backward of one layer's MLP, its largest part: two of the wide ones, gradients of gate and up (elsewhere
     autograd frees as it goes). LoRA through the fused block: the stream's gradients before, within and behind, and `branch_parts_bytes`."""
     f, size = problem.facts, problem.itemsize
@@ -301,6 +323,8 @@ def backward_bytes(problem: Problem, tokens: int, tiles: int = 1) -> int:
     rows = math.ceil(tokens / tiles)
     again = 0 if tiles == 1 else 1 if fused else 2 if problem.kernels else 4  # of a piece, besides
     inner = rows * f.intermediate_size * (wide + again)
+    if in_backward:  # each weight is updated as soon as its gradient is there
+        inner = max(inner, UPDATED * 16 // size)
     streams = (3 if fused else 1) + max(0, round(f.norm_width / f.hidden_size) - 2)  # norms behind the MLP
     # pieces add up the gradients of their weights in fp32
     sums = 3 * f.hidden_size * f.intermediate_size * 4 if tiles > 1 and problem.trained_in_full else 0
@@ -316,10 +340,13 @@ def branch_parts_bytes(problem: Problem, rows: int) -> int:
 
 
 def loss_gradient_bytes(problem: Problem, tokens: int) -> int:
-    """Gradients that the loss made in its forward pass and hands out in the backward one. Plain torch sums that of the weight in fp32."""
+    """Gradients that the loss made in its forward pass and hands out in the backward one, where that of the weight takes another type."""
     f, size = problem.facts, problem.itemsize
     labelled = max(1, int(tokens * problem.label_share))
-    weight = f.vocab_size * f.hidden_size * (size if problem.kernels else 4) if problem.trained_in_full else 0
+    held = (
+        max(size, problem.master_itemsize) if problem.kernels else 4
+    )  # autograd casts it to the type that it is summed in
+    weight = f.vocab_size * f.hidden_size * held if problem.trained_in_full else 0
     return labelled * f.hidden_size * size + weight
 
 

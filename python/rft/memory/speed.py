@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass
 
 from rft.memory.devices import ACROSS, Rates
-from rft.memory.plan import MemoryPlan
-from rft.memory.sizes import Problem, moved_bytes, recomputed_layers, state_bytes
+from rft.memory.plan import MemoryPlan, offloaded, recomputed
+from rft.memory.sizes import Problem, layer_weight_bytes, moved_bytes, recomputed_layers, state_bytes
 
 PLAIN_LAUNCH = 9.1e-3
 """Seconds of the host to launch one decoder layer forward and backward through PEFT's own modules: 4,096 tokens a micro-batch at 15,000
@@ -19,6 +19,8 @@ tok/s over 30 layers on an H200's host (SmolLM2-135M with LoRA, docs/design-note
 BETWEEN_KERNELS = 0.375e-3
 """Seconds of a decoder layer, forward and backward, in which no kernel runs: 12 ms of a step of 433 of the 8B over FP8 on an H200
 (docs/design-notes.md). Of every micro-batch, so that larger ones are faster."""
+MOVING = 1.5e-3
+"""Seconds of the host to send away and to fetch what a whole layer keeps: some 20 tensors, each with a copy and an event both ways."""
 MLP_LAUNCHES = 0.4
 """Of a layer's launches, those of its MLP: each further piece makes them again, forward twice."""
 BACKWARD_OF_ATTENTION = 2.5
@@ -123,6 +125,11 @@ def seconds(problem: Problem, plan: MemoryPlan, machinery: Machinery) -> Times:
     count = math.ceil(problem.packs / plan.micro_batch)
     if plan.offload != "none":
         parts["waiting for copies"] = _copies(problem, plan, machinery, parts, share)
+    if plan.offload_weights != "none":
+        fetching = layer_weight_bytes(problem) / r.host
+        compute = sum(parts.values())
+        forward = compute / (3 + share)
+        parts["fetching weights"] = max(0.0, fetching - forward) + max(0.0, fetching - (compute - forward))
     if problem.shards > 1:
         parts["waiting for weights"] = _gathering(problem, machinery, a_micro_batch)
     parts = {name: value * count for name, value in parts.items()}
@@ -138,8 +145,16 @@ def seconds(problem: Problem, plan: MemoryPlan, machinery: Machinery) -> Times:
     if problem.replicas > 1:
         transfer = _collective(2 * f.num_trained * 4, problem.replicas, machinery)
         parts["waiting for gradients"] = max(0.0, transfer - 0.6 * a_micro_batch)
+    launch = r.launch if problem.base in ("bf16", "fp8") else r.launch_packed
+    if plan.offload != "none":
+        launch += (
+            MOVING
+            * len(offloaded(recomputed(plan.recompute, L, plan.recompute_layers), L, plan.offload_layers))
+            / L
+            * (1 - share)
+        )
     pieces = MLP_LAUNCHES * ((plan.tiled_mlp - 1) * (4 + share) / 3 + 1 / 3) if further else 0.0
-    a_layer = (r.launch if problem.kernels else PLAIN_LAUNCH) * (1 + share / 3 + pieces)
+    a_layer = (launch if problem.kernels else PLAIN_LAUNCH) * (1 + share / 3 + pieces)
     return Times(parts, a_layer * L * count)
 
 
@@ -174,7 +189,7 @@ def _adapter_bytes(problem: Problem, tokens: int, share: float) -> float:
 
 def _copies(problem: Problem, plan: MemoryPlan, machinery: Machinery, parts: dict[str, float], share: float) -> float:
     """What offloading sticks out of the computation: out while it goes forward, where the loss makes its gradients too, back in the rest."""
-    moved, _ = moved_bytes(problem, plan)
+    moved, *_ = moved_bytes(problem, plan)
     link = machinery.rates.host if plan.offload == "cpu" else min(machinery.rates.host, machinery.disk)
     each_way = moved / link
     layers = sum(parts.values()) - parts["loss"]

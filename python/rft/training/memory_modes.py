@@ -49,7 +49,9 @@ def save_memory(job: Job, trainee: Trainee, layers: list[torch.nn.Module], run_d
         # a plain attribute: no submodule, so no parameter changes its name
         object.__setattr__(trainee, "offloader", offloader)
         receipts.apply(f"offload to {memory.offload}", offloader.num_leaving, len(layers), offloader.describe())
-    again = apply_recompute(layers, memory.recompute, offloader, count=MemoryPlan.of(job.config).recompute_layers)
+    of = MemoryPlan.of(job.config).recompute_layers
+    weights = getattr(trainee, "weights", None)
+    again = apply_recompute(layers, memory.recompute, offloader, count=of, weights=weights)
     if not again:
         return
     receipts.apply("recompute", again, len(layers), "layers keep their input and are computed again")

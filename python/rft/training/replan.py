@@ -173,6 +173,8 @@ class Replanner:
 def _ladder(now: MemoryPlan, layers: list[torch.nn.Module]) -> list[tuple[str, Any]]:
     """Next values by key, the cheapest in time first, where no planner weighs them."""
     steps: list[tuple[str, Any]] = []
+    if now.recompute_layers is not None:
+        steps.append(("recompute_layers", None))
     if why_not(layers) is None:
         if now.recompute == "none" or isinstance(now.recompute, int):
             steps.append(("recompute", "selective"))

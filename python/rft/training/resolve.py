@@ -321,6 +321,20 @@ def _check_optim(deciding: _Deciding, config: Config, machine: Machine) -> None:
             wanted="one process",
             do="leave out train.on_oom; `rft plan` says what fits",
         )
+    if config.memory.offload_weights != "none" and machine.world_size > 1:
+        raise ConfigError(
+            'memory.offload_weights = "cpu"',
+            f"{machine.world_size} processes would each fetch the whole model for every layer",
+            wanted="one process",
+            do='leave out memory.offload_weights, and set parallel.data = "shard"',
+        )
+    wide = config.adapter.name == "none" and config.train.precision == "bf16" and config.train.master == "float32"
+    if config.memory.offload_weights != "none" and config.memory.offload_states == "none" and wide:
+        raise ConfigError(
+            'memory.offload_weights = "cpu"',
+            "the fp32 masters would stay on the GPU: twice of what leaves it",
+            do='set memory.offload_states = "cpu", or train.master = "bfloat16"',
+        )
     mode = deciding.changes.get("parallel", {}).get("data", config.parallel.data)
     if config.memory.offload_states != "none" and mode == "shard" and machine.world_size > 1:
         raise ConfigError(
@@ -360,6 +374,8 @@ def _decide_memory(
             deciding.set("train.micro_batch", 1, "a CPU gains nothing from more packs at once")
         for key in autos:
             value, reason = _ON_A_CPU[key]
+            if key == "recompute" and memory.offload_weights != "none":
+                value, reason = "full", "memory.offload_weights"
             deciding.set(f"memory.{key}", value, reason)
         return
     now, _ = _apply(config, deciding)
@@ -431,7 +447,15 @@ def memory_problem(
     )
     chosen: dict[str, Any] = {
         key: None if getattr(memory, key) == "auto" else getattr(memory, key)
-        for key in ("recompute", "recompute_layers", "offload", "offload_layers", "tiled_mlp", "offload_states")
+        for key in (
+            "recompute",
+            "recompute_layers",
+            "offload",
+            "offload_layers",
+            "tiled_mlp",
+            "offload_states",
+            "offload_weights",
+        )
     }
     if facts.is_moe and chosen.get("tiled_mlp") is None:
         chosen["tiled_mlp"] = 1  # experts are no MLP whose rows are independent

@@ -28,6 +28,7 @@ from rft.errors import ConfigError, Refused
 from rft.losses import SftLoss
 from rft.memory import planner
 from rft.memory.recompute import why_not as why_no_recompute
+from rft.memory.weights import WeightStream
 from rft.models.attention import choose_backend, install_attention
 from rft.models.aux_loss import RouterLoss
 from rft.models.backbone import Backbone, decoder_layers
@@ -324,6 +325,7 @@ def build_trainee(job: Job, run_dir: Path | None = None) -> Trainee:
     backbone = Backbone(model, attention, router_logits=losses.router, isolate=job.probed.isolates)
     trainee = Trainee(model, backbone, head, losses, router=router)
     layers = list(decoder_layers(model))
+    weights = weights_on_host(job, trainee, layers)
     save_memory(job, trainee, layers, run_dir)
     mixed = job.compute_dtype if job.compute_dtype != job.master_dtype else None
     parallelize(trainee, world, job.mode, layers=layers, compute_dtype=mixed)  # type: ignore[arg-type]
@@ -333,7 +335,8 @@ def build_trainee(job: Job, run_dir: Path | None = None) -> Trainee:
     packed = pack_base(job, layers) if config.model.base_weights in ("nf4", "int8") else None
     cache = BaseCache.of(job.source, packed, world.device, config.model.cache_gb) if packed is not None else None
     codes = cache.codes if cache is not None else None
-    materialise(model, job.source, world.device, root=trainee, local_part=local_part, codes=codes)
+    on_host = () if weights is None else weights.covered()
+    materialise(model, job.source, world.device, root=trainee, local_part=local_part, codes=codes, on_host=on_host)
     if packed is not None:
         tell_packed(job, packed, cache)
     settle_dynamic(model, config.model.rope.target_length)
@@ -341,9 +344,23 @@ def build_trainee(job: Job, run_dir: Path | None = None) -> Trainee:
         initialise(model, config.adapter, seed=config.train.seed, local_part=local_part)
     if config.model.base_weights == "fp8":
         quantise_to_fp8(job, layers)
+    if weights is not None:
+        weights.take_frozen()
     if job.mode == "replicate":
         apply_replicate(trainee, world)
     return trainee.train()
+
+
+def weights_on_host(job: Job, trainee: Trainee, layers: list[torch.nn.Module]) -> WeightStream | None:
+    """Where the weights of the layers lie when not on the GPU; None: they do."""
+    if job.config.memory.offload_weights == "none":
+        return None
+    if why := why_no_recompute(layers):
+        raise Refused('memory.offload_weights = "cpu"', why, do="leave out memory.offload_weights")
+    weights = WeightStream(layers, job.world.device)
+    # a plain attribute: no submodule, so no parameter changes its name
+    object.__setattr__(trainee, "weights", weights)
+    return weights
 
 
 def pack_base(job: Job, layers: list[torch.nn.Module]) -> Packed:
@@ -448,6 +465,7 @@ def build_optimizer(
     tables = {id(p) for m in trainee.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters()}
     model: Any = trainee.model
     output = {id(p) for p in model.get_output_embeddings().parameters()}
+    weights: WeightStream | None = getattr(trainee, "weights", None)
     home = None
     if memory.offload_states != "none":
         home = Home(memory.offload_states, job.world.device, offload_folder(config, run_dir))
@@ -462,8 +480,11 @@ def build_optimizer(
         seed=config.train.seed,
         kernels=job.kernels,
         home=home,
+        away=weights,
     )
     tell_optimizer(job, optimizer)
+    if weights is not None:
+        job.receipts.apply("weights on cpu", job.facts.num_layers, job.facts.num_layers, weights.describe())
     return optimizer
 
 
