@@ -190,6 +190,8 @@ def try_plan(model: Any, plan: Any, work: Work, packs: int, tiny: bool, host_gib
         plan = replace(plan, recompute="full", recompute_layers=2, offload="cpu", offload_layers=2)
     offloader = model.put(plan, host_gib=host_gib, smallest=64 if tiny else None)
     found: dict[str, Any]
+    if not tiny:
+        torch.cuda.reset_peak_memory_stats()
     try:
         found = clocked(lambda: (model.step(), model.batch.num_tokens), work, tiny)
     except torch.OutOfMemoryError as error:
@@ -349,7 +351,12 @@ def clocked(step: Callable[[], tuple[Any, int]], work: Work, tiny: bool) -> dict
     import torch
 
     warm_up, steps = (1, 2) if tiny else (LONG_WARM_UP, LONG_STEPS) if work.tokens >= LONG else (WARM_UP, STEPS)
-    losses = [float(step()[0]) for _ in range(warm_up)]
+    losses = []
+    for _ in range(warm_up):
+        losses.append(float(step()[0]))
+        gib = 0.0 if tiny else torch.cuda.max_memory_allocated() / GIB
+        if work.limit is not None and not tiny and gib > work.limit:
+            return {"error": f"peak of {gib:.2f} GiB, over the limit of {work.limit:g}, in its first steps"}
     if tiny:
         rates = []
         for _ in range(steps):
