@@ -97,15 +97,10 @@ class _Layout(NamedTuple):
     packed: type[Packed] | None
     branches: tuple[tuple[float, float], ...]
     """(scale, dropout) of each."""
-
-    @property
-    def size(self) -> int:
-        return self.base + 1 + 2 * len(self.branches)
-
-    @property
-    def base(self) -> int:
-        """Tensors of the weight."""
-        return 1 if self.packed is None else len(self.packed._fields)
+    base: int
+    """Tensors of the weight."""
+    size: int
+    """Of all."""
 
 
 def _flatten(linears: Sequence[FrozenLinear]) -> tuple[tuple[_Layout, ...], list[Tensor | None]]:
@@ -117,7 +112,9 @@ def _flatten(linears: Sequence[FrozenLinear]) -> tuple[tuple[_Layout, ...], list
         for branch in linear.branches:
             flat += [branch.A, branch.B]
         packed = None if isinstance(linear.weight, Tensor) else type(linear.weight)
-        layouts.append(_Layout(packed, tuple((b.scale, b.dropout) for b in linear.branches)))
+        base = 1 if packed is None else len(packed._fields)
+        factors = tuple((b.scale, b.dropout) for b in linear.branches)
+        layouts.append(_Layout(packed, factors, base, base + 1 + 2 * len(factors)))
     return tuple(layouts), flat
 
 
@@ -209,7 +206,7 @@ def _low_rank(linears: Sequence[FrozenLinear], S: Tensor | None, *, scaled: bool
             found.append((LowRank(left, branch.B.detach().to(S.dtype)), branch.scale))
             continue
         right = torch.empty(linear.weight.shape[0], sum(ranks), dtype=S.dtype, device=S.device)
-        for branch, part in zip(linear.branches, right.split(ranks, dim=1), strict=True):
+        for branch, part in zip(linear.branches, right.split_with_sizes(ranks, 1), strict=True):
             torch.mul(branch.B.detach(), branch.scale, out=part)  # scaled in its own type, rounded once
         found.append((LowRank(left, right), 1.0))
     return found
@@ -243,13 +240,13 @@ def _gradients_of_B(
     found = [(dy, branch) for dy, linear in zip(dys, linears, strict=True) for branch in linear.branches]
     given = [
         Pair(dy, s, branch.B, branch.scale)
-        for (dy, branch), s in zip(found, S.split(ranks, dim=1), strict=True)
+        for (dy, branch), s in zip(found, S.split_with_sizes(ranks, 1), strict=True)
         if dy is not None
     ]
     if len(given) == len(found):
         return lowrank_gradients(given)  # type: ignore[return-value]  # a list of tensors is one of optional ones
     some, dBs = lowrank_gradients(given) if given else (S[:, :0], [])
-    parts, made = iter(some.split([p.s.shape[1] for p in given], dim=1)), iter(dBs)
+    parts, made = iter(some.split_with_sizes([p.s.shape[1] for p in given], 1)), iter(dBs)
     columns = [
         S.new_zeros(S.shape[0], r) if dy is None else next(parts) for (dy, _), r in zip(found, ranks, strict=True)
     ]
@@ -268,10 +265,10 @@ def _gradients_of_A(
         return []
     ranks = [b.A.shape[0] for b in branches]
     if seeds is None:
-        return list(product(dS, rows).split(ranks))
+        return list(product(dS, rows).split_with_sizes(ranks))
     return [
         product(ds, dropped(rows, seeds, i, b.dropout) if b.dropout else rows)
-        for i, (ds, b) in enumerate(zip(dS.split(ranks, dim=1), branches, strict=True))
+        for i, (ds, b) in enumerate(zip(dS.split_with_sizes(ranks, 1), branches, strict=True))
     ]
 
 
@@ -284,7 +281,7 @@ def _add_low_rank(
     if A is not None:
         return dS @ A if total is None else total.addmm_(dS, A)
     assert seeds is not None
-    for i, (ds, b) in enumerate(zip(dS.split([b.A.shape[0] for b in branches], dim=1), branches, strict=True)):
+    for i, (ds, b) in enumerate(zip(dS.split_with_sizes([b.A.shape[0] for b in branches], 1), branches, strict=True)):
         A = b.A.to(dS.dtype)
         if not b.dropout:
             total = ds @ A if total is None else total.addmm_(ds, A)
@@ -437,7 +434,7 @@ class _LoraGatedMlp(torch.autograd.Function):
             h, dg, du = gated_activation_backward(dh, g, u, ctx.activation, want_output=dS_down is not None)
         del dh
         if product is not None:
-            dAs: list[Tensor | None] = [*product.split([b.A.shape[0] for b in down.branches])]
+            dAs: list[Tensor | None] = [*product.split_with_sizes([b.A.shape[0] for b in down.branches])]
         else:
             dAs = [] if h is None else _gradients_of_A(dS_down, h, down.branches, seeds_down)
         flat_down = _flat_gradients((dy,), (down,), dAs, dBs)

@@ -23,7 +23,7 @@ from rft.kernels.rope import rope
 from rft.models.attention import NAME, CallConstants, attention, recorded, register
 from rft.models.backbone import find_base
 from rft.models.documents import DocumentMask, Documents
-from rft.models.linear import apply_linears, as_class, width_in, without_dropout
+from rft.models.linear import apply_linears, as_class, child, width_in, without_dropout
 from rft.models.matching import Candidate, Matcher
 from rft.models.mlp import linears_of, width_out
 
@@ -95,12 +95,12 @@ class AttentionBlock(nn.Module):
             sliding_window=given.sliding_window, softcap=given.softcap,
             s_aux=None if plan.sinks is None else self.get_parameter(plan.sinks), **kwargs,
         )  # fmt: skip
-        return apply_linears(out.reshape(*shape, -1), (self.get_submodule(plan.output),))[0], None
+        return apply_linears(out.reshape(*shape, -1), (child(self, plan.output),))[0], None
 
     @property
     def rft_readers(self) -> tuple[nn.Module, ...]:
         """The linears that read its input."""
-        return tuple(self.get_submodule(name) for name in self.rft_plan.projections)
+        return tuple(child(self, name) for name in self.rft_plan.projections)
 
     def _project(self, x: Tensor, quantised: fp8.Rows | None) -> tuple[Tensor, Tensor, Tensor]:
         plan = self.rft_plan
@@ -117,7 +117,7 @@ class AttentionBlock(nn.Module):
         assert plan.norms is not None
         outs = []
         for name, x in zip(plan.norms, (q, k), strict=True):
-            norm = self.get_submodule(name)
+            norm = child(self, name)
             wide = next(norm.parameters()).shape[-1] != plan.head_size
             outs.append(norm(x) if wide or x.dim() == 4 else norm(x.unflatten(-1, (-1, plan.head_size))).flatten(-2))
         return outs[0], outs[1]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from rft.kernels import fp8
 from rft.kernels.rms_norm import add_rms_norm, add_rms_norm_fp8, rms_norm_beside
 from rft.models.attention_block import AttentionBlock
-from rft.models.linear import as_class, holds_fp8, hooked
+from rft.models.linear import as_class, child, holds_fp8, hooked
 from rft.models.matching import Candidate, Matcher
 from rft.models.mlp import FusedGatedMLP, GatedMLP
 from rft.models.norm import RMSNorm
@@ -55,17 +55,17 @@ class _Normed(NamedTuple):
 def _forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     plan: Plan = self.rft_plan
     kwargs.update(zip(_names_behind_first(type(self).rft_original), args, strict=False))
-    attention, mlp = self.get_submodule(plan.attention), self.get_submodule(plan.mlp)
-    first, hidden_states = _norm(self.get_submodule(plan.before_attention), hidden_states, attention)
+    attention, mlp = child(self, plan.attention), child(self, plan.mlp)
+    first, hidden_states = _norm(child(self, plan.before_attention), hidden_states, attention)
     if first.rows is not None:
         kwargs["quantised"] = first.rows
     out, _ = attention(hidden_states=first.y, **kwargs)
     if plan.after_attention is not None:
-        out = self.get_submodule(plan.after_attention)(out)
-    second, hidden = _add_norm(self.get_submodule(plan.before_mlp), out, hidden_states, mlp)
+        out = child(self, plan.after_attention)(out)
+    second, hidden = _add_norm(child(self, plan.before_mlp), out, hidden_states, mlp)
     out = mlp(second.y) if second.rows is None else mlp(second.y, quantised=second.rows)
     if plan.after_mlp is not None:
-        out = self.get_submodule(plan.after_mlp)(out)
+        out = child(self, plan.after_mlp)(out)
     return hidden + out
 
 
@@ -200,9 +200,9 @@ class _StandIn(nn.Module):
 
 
 def _with_stand_ins(module: nn.Module) -> None:
-    for name, child in list(module.named_children()):
-        if not isinstance(child, (RMSNorm, nn.Dropout)):
-            module._modules[name] = _StandIn(_looks_like_attention(child))
+    for name, part in list(module.named_children()):
+        if not isinstance(part, (RMSNorm, nn.Dropout)):
+            module._modules[name] = _StandIn(_looks_like_attention(part))
 
 
 def _inputs(module: nn.Module, generator: torch.Generator) -> tuple[Tensor, ...]:

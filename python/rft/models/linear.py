@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,8 @@ from rft.quant.fp8 import Fp8Linear
 
 def is_lora(module: nn.Module) -> bool:
     """A linear that PEFT has wrapped for LoRA."""
-    return hasattr(module, "lora_A") and hasattr(module, "base_layer") and not getattr(module, "lora_embedding_A", None)
+    children = module._modules  # asked of every linear in every forward
+    return "lora_A" in children and "base_layer" in children and not children.get("lora_embedding_A")
 
 
 def why_not_fused(module: nn.Module) -> str | None:
@@ -46,13 +47,34 @@ def why_not_fused(module: nn.Module) -> str | None:
     return f"its dropout is a {', '.join(others)}" if others else None
 
 
-def _why_not_now(peft: Any, base: nn.Module, names: list[str]) -> str | None:
-    """`why_not_fused`, asked anew only where a part of the layer is another one: it is asked for every linear of every forward."""
-    parts = (base, *names, *(peft.lora_A[a] for a in names), *(peft.lora_dropout[a] for a in names))
-    kept = peft.__dict__.get("rft_why_not")
-    if kept is None or kept[0] != parts:
-        kept = peft.__dict__["rft_why_not"] = (parts, why_not_fused(peft))
-    return kept[1]
+class _Parts(NamedTuple):
+    """What of a PEFT layer is looked up once, and again where one of them is another one: a step reads 224 linears."""
+
+    outer: nn.Module
+    names: tuple[str, ...]
+    """Active adapters that this layer has."""
+    each: tuple[tuple[nn.Module, nn.Module, nn.Module], ...]
+    """A, B and dropout of each."""
+    base: nn.Module
+    why_not: str | None
+
+
+def _parts(peft: Any) -> _Parts:
+    modules = peft._modules  # attributes of a module are looked up in three of these one after another
+    As, Bs, drops = (modules[name]._modules for name in ("lora_A", "lora_B", "lora_dropout"))
+    names = tuple(a for a in peft.active_adapters if a in As)
+    kept: _Parts | None = peft.__dict__.get("rft_parts")
+    if (
+        kept is not None
+        and kept.outer is modules["base_layer"]
+        and kept.names == names
+        and all(As[n] is A and Bs[n] is B and drops[n] is d for n, (A, B, d) in zip(names, kept.each, strict=True))
+    ):
+        return kept
+    each = tuple((As[n], Bs[n], drops[n]) for n in names)
+    kept = _Parts(modules["base_layer"], names, each, peft.get_base_layer(), why_not_fused(peft))
+    peft.__dict__["rft_parts"] = kept
+    return kept
 
 
 def read(module: nn.Module, *, inside: bool = False) -> FrozenLinear | None:
@@ -68,28 +90,28 @@ def read(module: nn.Module, *, inside: bool = False) -> FrozenLinear | None:
             return None
         plain = quant.held(module)
         return None if plain is None else FrozenLinear(plain, module.bias)  # type: ignore[arg-type]
-    base = peft.get_base_layer()
-    names = [a for a in peft.active_adapters if a in peft.lora_A]
-    if (
-        _why_not_now(peft, base, names)
-        or (peft.disable_adapters and peft.merged)
-        or (hooked(module) and not inside)
-        or hooked(base)
-    ):
+    parts = _parts(peft)
+    off, merged = peft.disable_adapters, peft.merged
+    if parts.why_not or (off and merged) or (hooked(module) and not inside) or hooked(parts.base):
         return None
-    held = quant.held(base)
+    held = quant.held(parts.base)
     if held is None:
         return None
-    if peft.disable_adapters or peft.merged:
-        return FrozenLinear(held, base.bias)
+    bias: Any = parts.base._parameters.get("bias")
+    if off or merged:
+        return FrozenLinear(held, bias)
     branches = []
-    for name in names:
-        A, B, drop = peft.lora_A[name], peft.lora_B[name], peft.lora_dropout[name]
+    for name, (A, B, drop) in zip(parts.names, parts.each, strict=True):
         if hooked(A) or hooked(B) or hooked(drop):
             return None
-        share = float(drop.p) if isinstance(drop, nn.Dropout) and drop.training else 0.0
-        branches.append(Branch(A.weight, B.weight, float(peft.scaling[name]), share))
-    return FrozenLinear(held, base.bias, tuple(branches))
+        share = float(drop.p) if drop.training and isinstance(drop, nn.Dropout) else 0.0
+        branches.append(Branch(A.weight, B.weight, float(peft.scaling[name]), share))  # type: ignore[arg-type]
+    return FrozenLinear(held, bias, tuple(branches))
+
+
+def child(module: nn.Module, name: str) -> nn.Module:
+    """A direct child. `get_submodule` takes names of any depth, and some us, of which a step has 500."""
+    return module._modules[name]  # type: ignore[return-value]
 
 
 def hooked(module: nn.Module) -> bool:

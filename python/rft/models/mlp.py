@@ -16,7 +16,7 @@ from rft import quant
 from rft.kernels import fp8
 from rft.kernels.lora_linear import lora_gated_mlp
 from rft.kernels.swiglu import Activation, gated_activation, gated_activation_fused
-from rft.models.linear import apply_linears, as_class, fits, is_lora, read, width_in, without_dropout
+from rft.models.linear import apply_linears, as_class, child, fits, is_lora, read, width_in, without_dropout
 from rft.models.matching import Candidate, Matcher
 
 
@@ -29,11 +29,11 @@ class GatedMLP(nn.Module):
     @property
     def rft_readers(self) -> tuple[nn.Module, ...]:
         """The linears that read its input."""
-        return tuple(self.get_submodule(name) for name in self.rft_roles[:-1])
+        return tuple(child(self, name) for name in self.rft_roles[:-1])
 
     def forward(self, x: Tensor, quantised: fp8.Rows | None = None) -> Tensor:
         """quantised: x as (T, D) for FP8 weights, where the norm before gave it."""
-        gate, up, down = (self.get_submodule(name) for name in self.rft_roles)
+        gate, up, down = (child(self, name) for name in self.rft_roles)
         known = [read(gate), read(up), read(down)]
         if all(fits(k, x) for k in known):
             return lora_gated_mlp(x, *known, self.rft_activation, quantised)  # type: ignore[arg-type,call-arg]
@@ -50,11 +50,11 @@ class FusedGatedMLP(nn.Module):
     @property
     def rft_readers(self) -> tuple[nn.Module, ...]:
         """The linear that reads its input."""
-        return (self.get_submodule(self.rft_roles[0]),)
+        return (child(self, self.rft_roles[0]),)
 
     def forward(self, x: Tensor, quantised: fp8.Rows | None = None) -> Tensor:
         """quantised: as in `GatedMLP`."""
-        gate_up, down = (self.get_submodule(name) for name in self.rft_roles)
+        gate_up, down = (child(self, name) for name in self.rft_roles)
         (both,) = apply_linears(x, (gate_up,), quantised)
         return apply_linears(gated_activation_fused(both, self.rft_activation), (down,))[0]
 

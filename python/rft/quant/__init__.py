@@ -21,13 +21,16 @@ def read(linear: nn.Module) -> Tensor:
 
 def is_linear(module: nn.Module) -> bool:
     """Whether it is a linear that the fused operations know: its weight is [out, in], held as `held` says."""
-    return type(module) is nn.Linear or hasattr(module, "rft_held")
+    return type(module) is nn.Linear or hasattr(type(module), "rft_held")
 
 
 def held(linear: nn.Module) -> Any:
     """The frozen weight of a linear as the fused operations take it; None where it is trained or of another class."""
-    if hasattr(linear, "rft_held"):
-        return linear.rft_held()  # type: ignore[operator]
+    own: Any = getattr(
+        type(linear), "rft_held", None
+    )  # of the class: asked of a module it is searched for among all that it holds
+    if own is not None:
+        return own(linear)
     weight: Any = linear.weight
     plain = type(weight) in (nn.Parameter, Tensor) and weight.is_floating_point() and not weight.requires_grad
     return weight if plain else None

@@ -39,7 +39,7 @@ class Fp8Linear(nn.Module):
 
     def rft_held(self) -> fp8.Weight:
         """As the fused operations take it."""
-        return fp8.Weight(self.by_row, self.row_scale, self.by_column, self.column_scale)
+        return fp8.Weight(*(self._buffers[name] for name in fp8.Weight._fields))  # type: ignore[arg-type]
 
     @property
     def weight(self) -> Tensor:
