@@ -37,9 +37,9 @@ class Op:
     not much longer on the device than on the host. Everything that has to see the op (compile, fake tensors, recompute policies) does.
     """
 
-    def __init__(self, name: str, function: Callable[..., Any]):
+    def __init__(self, name: str, function: Callable[..., Any], changes: tuple[str, ...] = ()):
         self.function = function
-        self.op = torch.library.custom_op(name, mutates_args=())(function)
+        self.op = torch.library.custom_op(name, mutates_args=changes)(function)
         self.register_fake = self.op.register_fake
         self.register_autograd = self.op.register_autograd
 
@@ -56,9 +56,9 @@ class Op:
         return self.function(first, *rest)
 
 
-def op(name: str) -> Callable[[Callable[..., Any]], Op]:
-    """Decorator: `Op` of this name, its schema from the annotations. It changes none of its arguments."""
-    return lambda function: Op(name, function)
+def op(name: str, *, changes: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Op]:
+    """Decorator: `Op` of this name, its schema from the annotations. changes: arguments that it writes to."""
+    return lambda function: Op(name, function, changes)
 
 
 @lru_cache

@@ -165,7 +165,7 @@ def _dequantise_kernel(
     tl.store(out_ptr + to, both.to(out_ptr.dtype.element_ty), mask=to < 2 * count)
 
 
-@torch.library.custom_op("rft::nf4_dequantise", mutates_args=("out",))
+@launch.op("rft::nf4_dequantise", changes=("out",))
 def _dequantise(codes: Tensor, scales: Tensor, nested: Tensor, offset: Tensor, out: Tensor) -> None:
     count = codes.numel()
     if count:

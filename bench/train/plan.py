@@ -12,6 +12,7 @@ the project's targets hold. `--calibrated` measures the GPU's rates first (as `r
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
@@ -25,10 +26,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from step import SHAPES, TINY, fill_on_device, packed
+import turn
+from step import SHAPES, TINY, answered, fill_on_device, packed
 
 NEEDS = "a CUDA GPU of 140 GB"
 WARM_UP, STEPS = 2, 4
+LONG = 32768
+"""Tokens from which on a step takes seconds, so that half as many do."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,7 @@ def measure(setting: Setting, tiny: bool) -> dict[str, Any]:
     else:
         train_everything(model, dtype=torch.float32)
     facts = describe(model)
+    turn.take()
     kernels = not tiny
     apply_swaps(model, Receipts(), device=device, kernels=kernels)
     size = config.head_dim
@@ -142,16 +147,10 @@ def measure(setting: Setting, tiny: bool) -> dict[str, Any]:
         optimizer.step(clip_factor(grad_norm(optimizer.parameters), 1.0))
         optimizer.zero_grad()
 
-    times = []
-    for i in range(WARM_UP + STEPS):
-        if i == WARM_UP and not tiny:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-        began = time.perf_counter()
+    warm_up, steps = (WARM_UP // 2, STEPS // 2) if seq_len >= LONG else (WARM_UP, STEPS)
+    for _ in range(warm_up):
         step()
-        if not tiny:
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
+    seconds_a_step = statistics.median(step_seconds(step, steps, device))
     plan = MemoryPlan(
         recompute=setting.recompute,
         offload=setting.offload,
@@ -169,12 +168,33 @@ def measure(setting: Setting, tiny: bool) -> dict[str, Any]:
     modelled = sizes(problem, plan)
     timed = seconds(problem, plan, Machinery(rates, **({"within": gpu.within} if gpu else {})))
     tokens = seq_len * setting.packs
-    seconds_a_step = statistics.median(times[WARM_UP:])
     return {
         "peak": None if tiny else torch.cuda.max_memory_allocated(), "planned_peak": modelled.peak,
         "speed": tokens / seconds_a_step, "planned_speed": tokens / timed.step, "categories": modelled.allocated, "moment": modelled.moment,
         "parts": timed.parts, "attention": backend, "rates": rates.source,
     }  # fmt: skip
+
+
+def step_seconds(step: Any, count: int, device: Any) -> list[float]:
+    """Seconds of each of `count` steps that follow one another as in training: the host waits at the end only. Resets the peak before."""
+    import torch
+
+    if device.type != "cuda":
+        times = []
+        for _ in range(count):
+            began = time.perf_counter()
+            step()
+            times.append(time.perf_counter() - began)
+        return times
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    clocks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    clocks[0].record()
+    for clock in clocks[1:]:
+        step()
+        clock.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(clocks)]
 
 
 def save_memory(setting: Setting, layers: list[Any], device: Any) -> None:
@@ -191,28 +211,6 @@ def save_memory(setting: Setting, layers: list[Any], device: Any) -> None:
         pool = HostPool(64 << 30, pinned=device.type == "cuda", disk=None)
         offloader = Offloader(setting.offload, device, pool, len(layers), device_bytes=0)
     apply_recompute(layers, setting.recompute, offloader)
-
-
-def run_child(setting: Setting, args: argparse.Namespace, seconds: float) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "answer.json"
-        command = [
-            sys.executable,
-            __file__,
-            "--child",
-            setting.name,
-            "--answer",
-            str(answer),
-            *(["--tiny"] if args.tiny else []),
-        ]
-        try:
-            done = subprocess.run(command, capture_output=not args.verbose, text=True, timeout=seconds, check=False)
-        except subprocess.TimeoutExpired:
-            return {"error": f"took longer than {seconds:.0f} s"}
-        if not answer.exists():
-            lines = (done.stderr or "").strip().splitlines()
-            return {"error": f"exit status {done.returncode}: {lines[-1] if lines else ''}"[:300]}
-        return json.loads(answer.read_text())  # type: ignore[no-any-return]
 
 
 def main() -> int:
@@ -242,35 +240,49 @@ def main() -> int:
     errors: dict[str, list[float]] = {"memory_error_percent": [], "speed_error_percent": []}
     failed = 0
     print(f"{'setting':28}{'planned':>9}{'measured':>9} GiB{'planned':>10}{'measured':>10} tok/s")
-    for setting in SETTINGS:
-        if args.only and not any(part in setting.name for part in args.only):
-            continue
-        left = min(args.part_seconds, end - time.monotonic())
-        got = run_child(setting, args, left) if left > 5 else {"error": "not started, no time left"}
-        case = f"plan/{setting.name}"
-        if "error" in got:
-            results.error(case, "rft", got["error"])
-            failed += 1
-            continue
-        memory, planned_memory, speed, planned = (got[k] for k in ("peak", "planned_peak", "speed", "planned_speed"))
-        shown = "-" if memory is None else f"{memory / 2**30:.2f}"
-        print(
-            f"{setting.name:28}{planned_memory / 2**30:>9.2f}{shown:>9}    {planned:>10,.0f}{speed:>10,.0f}", flush=True
-        )
-        print(
-            "   ",
-            got["moment"],
-            {k: round(v / 2**30, 2) for k, v in got["categories"].items()},
-            got["attention"],
-            flush=True,
-        )
-        print("   ", {k: f"{1e3 * v:.1f} ms" for k, v in got["parts"].items()}, flush=True)
-        wrong = {"speed_error_percent": 100 * abs(planned - speed) / speed}
-        if memory is not None:
-            wrong["memory_error_percent"] = 100 * abs(planned_memory - memory) / memory
-        for metric, value in wrong.items():
-            results.add(case, "rft", metric, value)
-            errors[metric].append(value)
+    chosen = [s for s in SETTINGS if not args.only or any(part in s.name for part in args.only)]
+    with tempfile.TemporaryDirectory() as folder:
+        answers = [Path(folder) / f"{s.name}.json" for s in chosen]
+        commands = [
+            [sys.executable, "-P", __file__, "--child", s.name, "--answer", str(answer), *(["--tiny"] if args.tiny else [])]
+            for s, answer in zip(chosen, answers, strict=True)
+        ]  # fmt: skip
+        ended = turn.in_turn(commands, args.part_seconds, end)
+        for setting, answer, (status, output) in zip(chosen, answers, ended, strict=True):
+            got = answered(status, output, answer, args.verbose, args.part_seconds)
+            case = f"plan/{setting.name}"
+            if got is None or "error" in got:
+                failed += 1
+                if got is not None:
+                    results.error(case, "rft", got["error"])
+                continue
+            memory, planned_memory, speed, planned = (
+                got[k] for k in ("peak", "planned_peak", "speed", "planned_speed")
+            )
+            shown = "-" if memory is None else f"{memory / 2**30:.2f}"
+            print(
+                f"{setting.name:28}{planned_memory / 2**30:>9.2f}{shown:>9}    {planned:>10,.0f}{speed:>10,.0f}",
+                flush=True,
+            )
+            print(
+                "   ",
+                got["moment"],
+                {k: round(v / 2**30, 2) for k, v in got["categories"].items()},
+                got["attention"],
+                flush=True,
+            )
+            print("   ", {k: f"{1e3 * v:.1f} ms" for k, v in got["parts"].items()}, flush=True)
+            wrong = {"speed_error_percent": 100 * abs(planned - speed) / speed}
+            if memory is not None:
+                wrong["memory_error_percent"] = 100 * abs(planned_memory - memory) / memory
+            for metric, value in wrong.items():
+                results.add(case, "rft", metric, value)
+                errors[metric].append(value)
+            results.add(case, "rft", "tokens_per_second", speed)
+            results.add(case, "rft", "tokens_per_second planned", planned)
+            if memory is not None:
+                results.add(case, "rft", "gib", memory / 2**30)
+                results.add(case, "rft", "gib planned", planned_memory / 2**30)
     if len(errors["speed_error_percent"]) >= (1 if args.tiny else 12):
         for metric, values in errors.items():
             if values:  # a CPU has no peak of an allocator

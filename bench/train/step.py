@@ -5,7 +5,7 @@
     python bench/train/step.py --tiny                          the same path with tiny shapes on a CPU (no figures worth keeping)
 
 Cases are named as the project's targets name them. Each case and system runs in a process of its own within `--part-seconds`, and its line
-is written when it ends, so that one that fails or is cut short loses nothing else. Weights are drawn on the device from the config; Unsloth
+is written when it ends, so that one that fails or is cut short loses nothing else; the next one's imports overlap (turn.py). Weights are drawn on the device from the config; Unsloth
 reads a folder, which is written once a shape. In FP8 cases peers train bf16 LoRA. `doc-8192`: one document, every token labelled.
 `packed-400`: lengths drawn lognormal with mean 400, capped at 2,048, packed; peers get 20 rows of 410. `-default-settings`: whatever each
 system does by itself (rft: its planner); the others run without recompute.
@@ -16,17 +16,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+import turn
+
 NEEDS = "a CUDA GPU of 80 GiB or more; liger-kernel and unsloth as peers"
 SEQ_LEN = 8192
 WARM_UP, STEPS = 3, 8
@@ -92,6 +93,8 @@ class Setting:
     attention: str
     narrow: bool = False
     """All layers, an eighth as wide, on an eighth of the tokens: so little for the device that a step takes what the host takes."""
+    cuda_graph: bool = False
+    """rft launches forward and backward as one graph."""
 
     @property
     def device(self) -> str:
@@ -176,6 +179,7 @@ def build_rft(setting: Setting) -> tuple[Step, dict[str, Any]]:
     from rft.models.surgery import apply_swaps
     from rft.optim import BUILDERS, clip_factor, grad_norm
     from rft.quant.fp8 import quantise_base
+    from rft.training.cuda_graph import MicroBatchGraphs
     from rft.training.trainee import Trainee
 
     case, device = setting.case, torch.device(setting.device)
@@ -190,6 +194,7 @@ def build_rft(setting: Setting) -> tuple[Step, dict[str, Any]]:
     else:
         train_everything(model, dtype=torch.float32)
     facts = describe(model)
+    turn.take()
     began = time.perf_counter()
     apply_swaps(model, receipts, device=device, kernels=True)
     swap_seconds = time.perf_counter() - began
@@ -215,16 +220,26 @@ def build_rft(setting: Setting) -> tuple[Step, dict[str, Any]]:
     )  # fmt: skip
     batch = packed(setting.lengths(), packs, config.vocab_size).to(device)
     trainee.train()
+    told: list[str] = []
+    graphs = None
+    if setting.cuda_graph:
+        graphs = MicroBatchGraphs(
+            trainee, optimizer.parameters, trainee.losses.terms, device, lambda *said: told.append(str(said))
+        )
 
     def step() -> tuple[Any, int]:
-        loss = trainee(batch)["next_token"] / batch.label_weight
-        loss.backward()
+        if graphs is not None:
+            loss = graphs(batch, {"next_token": batch.label_weight})["next_token"]
+        else:
+            loss = trainee(batch)["next_token"] / batch.label_weight
+            loss.backward()
         optimizer.step(clip_factor(grad_norm(optimizer.parameters), 1.0))
         optimizer.zero_grad()
         return loss.detach(), batch.num_tokens
 
     applied = {a.what: f"{a.count}/{a.of}" for a in receipts.applied}
-    return step, {"attention": backend, "packs": packs, "recompute": recompute, "swap_seconds": swap_seconds, **applied}
+    facts_told = {"attention": backend, "packs": packs, "recompute": recompute, "swap_seconds": swap_seconds, **applied}
+    return step, facts_told | ({"cuda graph": told} if setting.cuda_graph else {})
 
 
 def planned(setting: Setting, facts: Any, rows: int) -> tuple[int, Any]:
@@ -328,6 +343,7 @@ def build_transformers(setting: Setting, *, compiled: bool = False) -> tuple[Ste
         model = AutoModelForCausalLM.from_config(
             setting.config(), attn_implementation="sdpa", dtype=torch.float32 if setting.tiny else torch.bfloat16
         )
+    turn.take()
     fill_on_device(model, device)
     model.config.use_cache = False
     if case.adapter == "lora":
@@ -354,6 +370,7 @@ def build_unsloth(setting: Setting) -> tuple[Step, dict[str, Any]]:
     from unsloth import FastLanguageModel
 
     case = setting.case
+    turn.take()
     folder = saved_model(setting)
     model, _ = FastLanguageModel.from_pretrained(
         str(folder), max_seq_length=setting.seq_len, load_in_4bit=False, full_finetuning=case.adapter == "none"
@@ -503,36 +520,52 @@ def profile_step(step: Step, device: str) -> dict[str, Any]:
         by_name[event.key[:100]][0] += ms
         by_name[event.key[:100]][1] += event.count / 2
     largest = sorted(by_name.items(), key=lambda item: -item[1][0])[:25]
-    return {"kinds": dict(sorted(by_kind.items(), key=lambda item: -item[1])), "largest": largest}
+    idle = idle_ms(traced) if device == "cuda" else []
+    by_kind["idle"] = sum(ms for _, (ms, _) in idle)
+    return {"kinds": dict(sorted(by_kind.items(), key=lambda item: -item[1])), "largest": largest, "idle": idle[:12]}
+
+
+def idle_ms(traced: Any) -> list[tuple[str, list[float]]]:
+    """Milliseconds a step in which the device waited, by the kernel that came next: (name, [ms, times]), the longest first."""
+    from torch.autograd import DeviceType
+
+    spans = sorted(
+        (e.time_range.start, e.time_range.end, e.name) for e in traced.events() if e.device_type == DeviceType.CUDA
+    )
+    waited: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
+    end = spans[0][0] if spans else 0.0
+    for start, stop, name in spans:
+        if start > end:
+            waited[name[:100]][0] += (start - end) / 1e3 / 2
+            waited[name[:100]][1] += 1 / 2
+        end = max(end, stop)
+    return sorted(waited.items(), key=lambda item: -item[1][0])
 
 
 # ---- the parent starts one process a case and system
 
 
-def run_child(case: Case, system: str, args: argparse.Namespace, seconds: float) -> dict[str, Any]:
-    """What the child measured, or {"error": ...}."""
-    with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "answer.json"
-        command = [
-            sys.executable, "-P", __file__, "--child", case.name, system, "--answer", str(answer), "--attention", args.attention,
-            *(["--tiny"] if args.tiny else []), *(["--profile"] if args.profile else []), *(["--narrow"] if args.narrow else []),
-        ]  # fmt: skip
-        environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-        if args.tiny:
-            environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-        try:
-            done = subprocess.run(
-                command, env=environment, timeout=seconds, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                errors="replace",
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            return {"error": f"no end after {seconds:.0f} s"}
-        tail = [line for line in done.stdout.strip().splitlines() if line.strip()]
-        if args.verbose or done.returncode:
-            print("\n".join(tail[-30:]), flush=True)
-        if done.returncode or not answer.exists():
-            return {"error": (tail[-1] if tail else f"exit status {done.returncode}")[:300]}
-        return json.loads(answer.read_text())
+def command_of(case: Case, system: str, args: argparse.Namespace, answer: Path) -> list[str]:
+    return [
+        sys.executable, "-P", __file__, "--child", case.name, system, "--answer", str(answer), "--attention", args.attention,
+        *(["--tiny"] if args.tiny else []), *(["--profile"] if args.profile else []), *(["--narrow"] if args.narrow else []),
+        *(["--cuda-graph"] if args.cuda_graph else []),
+    ]  # fmt: skip
+
+
+def answered(status: int | None, output: str, answer: Path, verbose: bool, each: float) -> dict[str, Any] | None:
+    """What a child measured, or {"error": ...}; None where the bench's time was over, which is told and is no result."""
+    tail = [line for line in output.strip().splitlines() if line.strip()]
+    if verbose or status:
+        print("\n".join(tail[-30:]), flush=True)
+    if status == turn.OUT_OF_TIME:
+        print(f"    {answer.stem}: no time left", flush=True)
+        return None
+    if status is None:
+        return {"error": f"no end after {each:.0f} s"}
+    if status or not answer.exists():
+        return {"error": (tail[-1] if tail else f"exit status {status}")[:300]}
+    return json.loads(answer.read_text())  # type: ignore[no-any-return]
 
 
 def report(results: Any, case: Case, system: str, found: dict[str, Any]) -> None:
@@ -545,12 +578,14 @@ def report(results: Any, case: Case, system: str, found: dict[str, Any]) -> None
     results.add(case.name, system, "tokens_per_second", found["rates"])
     results.add(case.name, system, "gib", found["gib"])
     print(
-        f"    {found['facts']}, losses {[round(x, 3) for x in found['losses']]}, ready after {found['ready_seconds']:.0f} s"
+        f"    {found['facts']}, losses {[round(x, 3) for x in found['losses']]}, ready after {found['ready_seconds']:.0f} s, "
+        f"each step {[round(x) for x in found['rates']]}"
     )
     for kind, ms in found.get("profile", {}).get("kinds", {}).items():
         results.add(f"{case.name}/profile", system, f"ms {kind}", ms)
-    for name, (ms, count) in found.get("profile", {}).get("largest", []):
-        print(f"    {ms:8.2f} ms  {count:6.0f} x  {name}")
+    for title in ("largest", "idle"):
+        for name, (ms, count) in found.get("profile", {}).get(title, []):
+            print(f"    {'before ' if title == 'idle' else ''}{ms:8.2f} ms  {count:6.0f} x  {name}")
 
 
 def chosen_cases(names: list[str] | None) -> list[Case]:
@@ -572,6 +607,9 @@ def main() -> int:
     parser.add_argument(
         "--narrow", action="store_true", help="milliseconds that the host takes for a step (a result line of its own)"
     )
+    parser.add_argument(
+        "--cuda-graph", action="store_true", help="rft with train.cuda_graph (result lines of their own)"
+    )
     parser.add_argument("--tiny", action="store_true", help="tiny shapes on the CPU: does every line run")
     parser.add_argument("--seconds", type=float, default=3600, help="limit for all of it")
     parser.add_argument("--part-seconds", type=float, default=150, help="limit for one case of one system")
@@ -583,7 +621,7 @@ def main() -> int:
     parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        setting = Setting(CASES[args.child[0]], args.tiny, args.attention, args.narrow)
+        setting = Setting(CASES[args.child[0]], args.tiny, args.attention, args.narrow, args.cuda_graph)
         args.answer.write_text(json.dumps(measure(setting, args.child[1], args.profile)))
         return 0
     if args.page:
@@ -597,19 +635,31 @@ def main() -> int:
 
     results = Results(args.results, versions=versions_of("liger-kernel", "unsloth", "flash-attn-4"))
     end = time.monotonic() + args.seconds
-    kept: dict[tuple, dict[str, Any]] = {}
-    failed = False
+    # a peer runs the same in FP8 cases as in bf16 ones: measured once, told under each
+    told: dict[tuple[str, str], list[Case]] = {}
     for case in chosen_cases(args.cases):
         for system in args.systems:
-            # a peer runs the same in FP8 cases as in bf16 ones: measured once, told under each
-            key = (system, case.name if system == "rft" else case.name.replace("fp8", "bf16"))
-            if key not in kept:
-                seconds = min(args.part_seconds, end - time.monotonic())
-                kept[key] = (
-                    {"error": "not started, no time left"} if seconds < 5 else run_child(case, system, args, seconds)
-                )
-            report(results, case, system, kept[key])
-            failed |= system == "rft" and "error" in kept[key]
+            name = case.name if system == "rft" else case.name.replace("fp8", "bf16")
+            told.setdefault((system, name), []).append(case)
+    environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    if args.tiny:
+        environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    failed = False
+    with tempfile.TemporaryDirectory() as folder:
+        answers = [Path(folder) / f"{number}.json" for number in range(len(told))]
+        commands = [
+            command_of(cases[0], system, args, answer) for ((system, _), cases), answer in zip(told.items(), answers, strict=True)
+        ]  # fmt: skip
+        ended = turn.in_turn(commands, args.part_seconds, end, environment)
+        for ((system, _), cases), answer, (status, output) in zip(told.items(), answers, ended, strict=True):
+            found = answered(status, output, answer, args.verbose, args.part_seconds)
+            failed |= system == "rft" and (found is None or "error" in found)
+            if found is None:
+                continue
+            for case in cases:
+                if args.cuda_graph and system == "rft":
+                    case = replace(case, name=f"{case.name}/cuda-graph")
+                report(results, case, system, found)
     return int(failed)
 
 

@@ -76,6 +76,22 @@ def test_offloaded_gradients_are_the_same_bits(recompute, where, tmp_path: Path)
     own.close()
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_of_some_layers_alone_too_and_what_left_is_let_go_before_the_loss(recompute, tmp_path: Path):
+    plain = model()
+    loss = step(plain)
+    layers = model()
+    own = offloader("cpu", tmp_path, leaving=[0, 3])
+    apply_recompute(list(layers), recompute, own, count=3)
+    for _ in range(2):
+        layers.zero_grad()
+        assert float(step(layers)) == float(loss)
+    for wanted, got in zip(plain.parameters(), layers.parameters(), strict=True):
+        assert torch.equal(got.grad, wanted.grad)
+    assert own.fetched_late == 0
+    assert {item.group.index for item, _ in own._leaving} <= {3}
+
+
 def test_the_device_keeps_less_and_neither_memory_grows(tmp_path: Path):
     layers, own = model(), offloader("cpu", tmp_path)
     apply_recompute(list(layers), "full")

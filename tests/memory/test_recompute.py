@@ -6,6 +6,7 @@ import gc
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from rft.memory import disk
 from rft.memory.disk import DiskFile
 from rft.memory.host_pool import HostPool
 from rft.memory.offload import Offloader
-from rft.memory.recompute import apply_recompute, recomputed
+from rft.memory.plan import offloaded, recomputed
+from rft.memory.recompute import apply_recompute
 from rft.models import attention_backends
 from rft.models.attention import install_attention, register
 from rft.models.backbone import Backbone, decoder_layers
@@ -37,6 +39,16 @@ def test_every_nth_layer_counted_from_the_first():
     assert recomputed(4, 3) == [0]
 
 
+def test_some_layers_are_spread_evenly_and_those_that_are_kept_whole_leave_first():
+    assert recomputed("full", 8, 3) == [0, 2, 5]
+    assert recomputed("full", 8, 8) == recomputed("full", 8, 99) == list(range(8))
+    assert recomputed("none", 8, 3) == []
+    assert offloaded([], 8, 4) == [0, 2, 4, 6]
+    assert offloaded([0, 2, 5], 8, 2) == [1, 4]
+    assert offloaded([0, 2, 5], 8, 6) == [0, 1, 3, 4, 6, 7]
+    assert offloaded([0, 2, 5], 8) == list(range(8))
+
+
 @dataclass
 class Done:
     gradients: dict[str, Tensor]
@@ -49,7 +61,7 @@ class Done:
 
 def step(
     recompute, *, kernels: bool = False, family: str = "llama", backend: str = "sdpa", dropout: float = 0.0, lora: bool = False,
-    offloader: Offloader | None = None, micro_batches: int = 1, layers: int | None = None,
+    offloader: Offloader | None = None, micro_batches: int = 1, count: int | None = None,
 ) -> Done:  # fmt: skip
     """Gradients of packed batches through a tiny model, and what was kept of it."""
     register()
@@ -68,7 +80,7 @@ def step(
     if kernels:
         apply_swaps(model, Receipts(), kernels=True)
     state = install_attention(model, backend)
-    apply_recompute(list(decoder_layers(model)), recompute, offloader)
+    apply_recompute(list(decoder_layers(model)), recompute, offloader, count=count)
     calls = [0]
     original = attention_backends.BACKENDS[backend]
 
@@ -201,10 +213,12 @@ def test_a_model_without_checkpointing_layers_is_refused_with_its_name():
 LAYERS = 4
 
 
-def offloader(where: str, folder: Path, *, host_bytes: int = 1 << 30, device_bytes: int = 0) -> Offloader:
+def offloader(
+    where: str, folder: Path, *, host_bytes: int = 1 << 30, device_bytes: int = 0, leaving: Any = None
+) -> Offloader:
     file = DiskFile(folder, trial_bytes=4096) if where == "disk" else None
     pool = HostPool(host_bytes, pinned=False, disk=file)
-    return Offloader(where, CPU, pool, LAYERS, device_bytes=device_bytes, smallest=256)  # type: ignore[arg-type]
+    return Offloader(where, CPU, pool, LAYERS, device_bytes=device_bytes, smallest=256, leaving=leaving)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("recompute", ["none", 2, "selective", "full"])
@@ -223,6 +237,31 @@ def test_offloaded_gradients_are_the_same_bit_for_bit(recompute, where, tmp_path
         assert own.pool.disk.written_bytes > 0
         assert own.pool.disk.read_bytes > 0
         own.pool.disk.close()
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+def test_some_layers_computed_again_and_some_offloaded_are_the_same_bit_for_bit(recompute, where, tmp_path: Path):
+    plain = step("none", dropout=0.3, micro_batches=2)
+    leaving = offloaded(recomputed(recompute, 2, 1), 2, 1)  # of the tiny model's two layers
+    own = offloader(where, tmp_path / "o", host_bytes=5 * 4096 if where == "disk" else 1 << 30, leaving=leaving)
+    got = step(recompute, dropout=0.3, micro_batches=2, offloader=own, count=1)
+    assert_equal(got, plain)
+    assert own.num_leaving == 1
+    assert own.fetched_late == 0, "what left was sent for while the layer behind it was worked on"
+    every = offloader("cpu", tmp_path)
+    step(recompute, dropout=0.3, micro_batches=2, offloader=every, count=1)
+    assert 0 < own.moved_bytes < every.moved_bytes
+    if own.pool.disk is not None:
+        own.pool.disk.close()
+
+
+def test_recompute_of_some_layers_keeps_what_lies_between_none_and_all():
+    none, some, every = (
+        step(kind, count=count).kept_bytes for kind, count in (("none", None), ("full", 1), ("full", None))
+    )
+    assert every < some < none
+    assert some == pytest.approx((none + every) / 2, rel=0.1)
 
 
 def test_without_recompute_all_that_layers_keep_goes_but_their_weights(tmp_path: Path):

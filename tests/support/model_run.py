@@ -15,7 +15,14 @@ from rft.optim import Schedule
 from rft.parallel.mesh import World
 from rft.training.job import Job
 from rft.training.run import Run
-from rft.training.setup import be_deterministic, build_optimizer, build_trainee, inspect_job, seed_everything
+from rft.training.setup import (
+    be_deterministic,
+    build_graphs,
+    build_optimizer,
+    build_trainee,
+    inspect_job,
+    seed_everything,
+)
 from rft.training.state import TrainState
 from support.stub_run import StubLoader, join, pack
 
@@ -105,7 +112,7 @@ def model_run(
     steps = loader.steps_in_epoch(0, packs_per_step)
     run_dir = Path(job.config.train.out or tmp_path)
     run_dir.mkdir(parents=True, exist_ok=True)
-    return Run(
+    run = Run(
         config=job.config,
         decisions=job.decisions,
         run_dir=run_dir,
@@ -127,3 +134,6 @@ def model_run(
         tokenizer=job.tokenizer,
         receipts=job.receipts.to_json(),
     )
+    if job.config.train.cuda_graph:
+        run.graphs = build_graphs(job, run)
+    return run

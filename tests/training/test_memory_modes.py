@@ -51,3 +51,18 @@ def test_a_folder_that_cannot_be_made_is_refused_by_its_key_before_weights_are_r
     assert code == 2, told
     assert "memory.offload_dir" in told
     assert "file is a file" in told
+
+
+def test_of_some_layers_alone_a_run_is_the_same_and_its_receipts_say_of_how_many(config, tmp_path):
+    def loss(name: str, **memory) -> float | None:
+        options = [f"memory.{key}={value}" for key, value in memory.items()]
+        return train_config(load_config(config, [*options, f"train.out={tmp_path}/{name}"]), device="cpu").train_loss
+
+    plain = loss("plain", recompute="none", offload="none", offload_states="none")
+    some = loss("some", recompute="full", recompute_layers=1, offload="cpu", offload_layers=1, offload_states="none")
+    assert plain is not None
+    assert some == plain
+    receipts = (tmp_path / "some" / "receipts.json").read_text()
+    assert '"offload to cpu"' in receipts
+    with pytest.raises(ConfigError, match=r"memory.recompute_layers = 9(.|\n)*decoder layer"):
+        loss("many", recompute_layers=9)

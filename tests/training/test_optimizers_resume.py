@@ -18,6 +18,11 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     "adamw_8bit in backward": {"optim": {"name": "adamw_8bit", "in_backward": True}, "train": {"max_grad_norm": "none"}},
     "adafactor": {"optim": {"name": "adafactor"}},
     "lion on disk": {"optim": {"name": "lion"}, "memory": {"offload_states": "disk"}},
+    "weights and masters on the host": {"optim": {"name": "adamw", "in_backward": True},
+                                        "memory": {"offload_states": "cpu", "offload_weights": "cpu"},
+                                        "train": {"precision": "bf16", "max_grad_norm": "none"}},
+    "bf16 weights on the host": {"optim": {"name": "lion", "in_backward": True}, "memory": {"offload_weights": "cpu"},
+                                 "train": {"precision": "bf16", "master": "bfloat16", "max_grad_norm": "none"}},
     "muon, masters on the host": {"optim": {"name": "muon"}, "memory": {"offload_states": "cpu"}, "train": {"precision": "bf16"}},
 }  # fmt: skip
 

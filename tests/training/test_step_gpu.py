@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from rft.closeness import relative_error
 from rft.data.batch import Batch
 from rft.parallel.mesh import World
 from rft.training import loop
@@ -112,3 +113,28 @@ def test_evaluation_of_512_packs_takes_no_more_memory_than_of_64_and_no_more_tha
     train_step(run, run.loader.packs[:1])  # type: ignore[attr-defined]
     assert peaks[512] <= peaks[64] * 1.05
     assert peaks[512] <= torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.parametrize("adapter", ["lora", "none"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_graph_of_the_micro_batch_trains_as_launches_do(
+    model_dir: Path, tmp_path: Path, adapter: str, accumulate: int
+):
+    packs = on_gpu([p for n in (3, 8, 5, 4) for p in random_packs(6, seq_len=512, documents=n, seed=n)])
+    ends, losses = [], []
+    for graph in (False, True):
+        train = {"cuda_graph": graph, "accumulate": accumulate}
+        run = build(model_dir, tmp_path / str(graph), packs, adapter={"name": adapter}, train=train)
+        steps = [packs[i : i + accumulate] for i in range(0, len(packs), accumulate)]
+        losses.append([float(sum(train_step(run, step).terms.values())) for step in steps])
+        ends.append({name: master.clone() for name, master in run.optimizer.named_masters().items()})
+        if graph:
+            assert run.graphs is not None
+            assert not run.graphs.off, run.receipts["declined"]
+            assert run.graphs.replays > len(packs) // 2
+            (receipt,) = (a for a in run.receipts["applied"] if a["what"] == "cuda graph")
+            assert max(receipt["checked"].values()) < 1e-2
+    torch.use_deterministic_algorithms(False)
+    assert losses[1] == pytest.approx(losses[0], rel=2e-3)
+    for name, end in ends[0].items():
+        assert relative_error(ends[1][name], end) < 1e-2, name

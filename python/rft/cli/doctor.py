@@ -93,7 +93,7 @@ def _calibrate(as_json: bool) -> int:
 
 
 def _rate(key: str, figure: float) -> str:
-    if key == "launch":
+    if key in ("launch", "launch_packed"):
         return f"{1e3 * figure:.2f} ms a layer"
     if key == "context":
         return f"{figure / 2**20:,.0f} MiB"

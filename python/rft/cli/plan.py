@@ -175,7 +175,7 @@ def _show(made: Answer) -> None:
     else:
         log.say("step", f"{made.tokens_per_step:,} tokens; the speed of a CPU is not planned")
     for decision in made.decisions:
-        if decision.key in _PLANNED:
+        if decision.key in _PLANNED and not (decision.key.endswith("_layers") and decision.value == "all"):
             log.say("chosen", f"{decision.key} = {decision.value}: {decision.reason}")
     if planned.fits:
         for words in planned.nearest() if machine.kind == "cuda" else ():
@@ -227,10 +227,12 @@ def _show_speed(made: Answer) -> None:
 
 def _guessed(made: Answer) -> str:
     """What the reader has to know of the host's seconds where nobody measured them."""
-    from rft.memory.devices import GUESSED_LAUNCH
+    from rft.memory.devices import GUESSED_LAUNCH, GUESSED_PACKED_LAUNCH
 
     rates = made.planned.machinery.rates
-    if not made.planned.problem.kernels or rates.launch == GUESSED_LAUNCH:
+    packed = made.planned.problem.base in ("nf4", "int8")
+    guessed = rates.launch_packed == GUESSED_PACKED_LAUNCH if packed else rates.launch == GUESSED_LAUNCH
+    if not made.planned.problem.kernels or guessed:
         return " (a guess until `rft doctor --calibrate` has measured this host)"
     return ""
 
@@ -238,13 +240,15 @@ def _guessed(made: Answer) -> str:
 _PLANNED = (
     "train.micro_batch",
     "memory.recompute",
+    "memory.recompute_layers",
     "memory.offload",
+    "memory.offload_layers",
     "memory.tiled_mlp",
     "loss.chunk_rows",
     "parallel.data",
 )
 _MOMENTS = {
-    "loss": "most at the loss", "backward": "most in the backward pass of the last layer",
+    "forward": "most at the end of the forward pass", "loss": "most at the loss", "backward": "most in the backward pass of the last layer",
     "update": "most in the backward pass of the first layer", "embedding": "most at the embedding's gradient",
 }  # fmt: skip
 

@@ -238,6 +238,33 @@ RULES: tuple[Rule, ...] = (
         {"adapter": {"init": "pissa"}, "parallel": {"data": "shard"}},
     ),
     Rule(
+        "a graph of updates in backward",
+        ("train.cuda_graph", "optim.in_backward"),
+        lambda c: c.train.cuda_graph and c.optim.in_backward,
+        "a graph holds forward and backward alone",
+        "leave one of them out",
+        {"train": {"cuda_graph": True, "max_grad_norm": "none"}, "optim": {"in_backward": True}},
+    ),
+    Rule(
+        "a graph of a step that saves memory",
+        ("train.cuda_graph", "memory.recompute", "memory.offload"),
+        lambda c: (
+            c.train.cuda_graph
+            and (c.memory.recompute not in ("auto", "none") or c.memory.offload not in ("auto", "none"))
+        ),
+        "computing again and offloading decide anew in each step what a graph fixes once",
+        "leave them out where a graph pays, or set train.cuda_graph = false",
+        {"train": {"cuda_graph": True}, "memory": {"recompute": "full"}},
+    ),
+    Rule(
+        "a graph of a plan that may change",
+        ("train.cuda_graph", "train.on_oom"),
+        lambda c: c.train.cuda_graph and c.train.on_oom == "replan",
+        "another memory plan would need another graph in the middle of a step",
+        "leave one of them out",
+        {"train": {"cuda_graph": True, "on_oom": "replan"}},
+    ),
+    Rule(
         "low-precision weights, full-precision maths",
         ("train.master", "train.precision"),
         lambda c: c.train.master == "bfloat16" and c.train.precision == "fp32",
@@ -352,6 +379,69 @@ RULES: tuple[Rule, ...] = (
         "says how much lies where, and nothing is offloaded",
         'set memory.offload = "cpu", or leave out memory.offload_host and memory.offload_keep',
         {"memory": {"offload_host": 64}},
+    ),
+    Rule(
+        "weights that are gone when they are wanted",
+        ("memory.offload_weights", "memory.recompute"),
+        lambda c: (
+            c.memory.offload_weights != "none"
+            and (c.memory.recompute not in ("auto", "full", "selective") or isinstance(c.memory.recompute_layers, int))
+        ),
+        "a layer that is not computed again would go back through weights that have left the GPU",
+        'set memory.recompute = "full" or "selective" of all layers, or leave out memory.offload_weights',
+        {"memory": {"offload_weights": "cpu", "recompute": "none"}},
+    ),
+    Rule(
+        "weights that leave before they are updated",
+        ("memory.offload_weights", "optim.in_backward"),
+        lambda c: c.memory.offload_weights != "none" and c.adapter.name == "none" and not c.optim.in_backward,
+        "trained weights are on the GPU in the backward pass of their layer alone, and are updated there",
+        "set optim.in_backward = true, or leave out memory.offload_weights",
+        {"adapter": {"name": "none"}, "memory": {"offload_weights": "cpu"}},
+    ),
+    Rule(
+        "weights on the host and in fewer bits",
+        ("memory.offload_weights", "model.base_weights"),
+        lambda c: c.memory.offload_weights != "none" and c.model.base_weights != "bf16",
+        "codes are not fetched layer by layer",
+        "leave out memory.offload_weights or model.base_weights",
+        {"memory": {"offload_weights": "cpu"}, "model": {"base_weights": "nf4"}},
+    ),
+    Rule(
+        "adapters made of weights on the host",
+        ("memory.offload_weights", "adapter.init", "adapter.dora"),
+        lambda c: (
+            c.memory.offload_weights != "none"
+            and isinstance(c.adapter, LoraConfig)
+            and (c.adapter.dora or c.adapter.init in ("pissa", "olora"))
+        ),
+        "they are made of the base's weights, on the GPU",
+        "leave out memory.offload_weights, or adapter.dora and adapter.init",
+        {"adapter": {"dora": True}, "memory": {"offload_weights": "cpu"}},
+    ),
+    Rule(
+        "weights on the host of several ranks",
+        ("memory.offload_weights", "parallel.data"),
+        lambda c: c.memory.offload_weights != "none" and c.parallel.data == "shard",
+        "sharded weights are gathered from the other ranks",
+        "leave out memory.offload_weights or parallel.data",
+        {"memory": {"offload_weights": "cpu"}, "parallel": {"data": "shard"}},
+    ),
+    Rule(
+        "layers of no recompute",
+        ("memory.recompute_layers", "memory.recompute"),
+        lambda c: isinstance(c.memory.recompute_layers, int) and c.memory.recompute == "none",
+        "says how many layers are computed again, and none is",
+        'set memory.recompute = "full" or "selective", or leave out memory.recompute_layers',
+        {"memory": {"recompute": "none", "recompute_layers": 4}},
+    ),
+    Rule(
+        "layers of no offload",
+        ("memory.offload_layers", "memory.offload"),
+        lambda c: isinstance(c.memory.offload_layers, int) and c.memory.offload == "none",
+        "says of how many layers it is, and nothing is offloaded",
+        'set memory.offload = "cpu", or leave out memory.offload_layers',
+        {"memory": {"offload_layers": 4}},
     ),
     Rule(
         "a folder for nothing",

@@ -43,6 +43,8 @@ class TrainConfig(Table):
     """Held-out loss every so many steps, and always before the first and after the last."""
     deterministic: bool | Literal["auto"] = "auto"
     """Bit-equal repeats on CUDA. auto: on for short packed documents, where it costs under 2 %. A CPU is always deterministic."""
+    cuda_graph: bool = False
+    """Launch forward and backward of a micro-batch as one CUDA graph: for models, or packs, so small that the host's launches take the time."""
     early_stop: EarlyStopConfig | None = None
     """Stop when the held-out loss stops falling."""
     on_oom: Literal["fail", "replan"] = "fail"

@@ -32,10 +32,9 @@ def calibrate(device: torch.device, tokens: int = 16384) -> Iterator[tuple[str, 
         yield "attention", fastest
     yield "memory", _memory(tokens, device)
     yield "host", _host(device)
-    launch = _launch(device)
-    if launch is not None:
-        yield "launch", launch
     if device.type == "cuda":
+        yield "launch", _launch(device, packed=False)
+        yield "launch_packed", _launch(device, packed=True)
         free, total = torch.cuda.mem_get_info(device)
         beside = total - free - torch.cuda.memory_reserved(device)
         if 0 < beside < 4 << 30:  # more: somebody else is on it too
@@ -122,19 +121,19 @@ def _host(device: torch.device) -> float:
     return size / _seconds(lambda: pinned.copy_(there, non_blocking=True), device)
 
 
-def _launch(device: torch.device) -> float | None:
-    """Seconds of the host for one decoder layer, forward and backward, with so few tokens that the device is never what is waited for."""
-    if device.type != "cuda":
-        return None
+def _launch(device: torch.device, *, packed: bool) -> float:
+    """Seconds of the host for one decoder layer, forward and backward, with so few tokens that the device is never what is waited for.
+    packed: over NF4."""
     import transformers
 
     from rft.adapters.lora import inject
     from rft.config.adapter import LoraConfig
-    from rft.models.attention import install_attention, register
+    from rft.models.attention import choose_backend, install_attention, register
     from rft.models.backbone import decoder_layers, find_base
-    from rft.models.documents import DocumentMask, Documents
+    from rft.models.documents import DocumentMask, Documents, Needs
     from rft.models.receipts import Receipts
     from rft.models.surgery import apply_swaps
+    from rft.quant.packed import place
 
     register()
     config = transformers.LlamaConfig(
@@ -146,8 +145,17 @@ def _launch(device: torch.device) -> float | None:
         )
     model = inject(model, LoraConfig(r=8), dtype=torch.bfloat16).to(device)
     apply_swaps(model, Receipts(), device=device, kernels=True)
-    install_attention(model, "varlen")
+    install_attention(model, choose_backend("auto", device, torch.bfloat16, Needs(head_size=64, value_size=64))[0])
     rotary: Any = find_base(model).rotary_emb
+    if packed:
+        weights = {
+            name: m.weight.data
+            for name, m in model.named_modules()
+            if isinstance(m, torch.nn.Linear) and m.in_features > 8
+        }
+        for name, container in place(model, list(decoder_layers(model)), "nf4").linears.items():
+            container.to_empty(device=device)
+            container.fill(weights[name])
     x = torch.randn(1, 128, 512, device=device, dtype=torch.bfloat16, requires_grad=True)
     positions = torch.arange(128, device=device)[None]
     tables = rotary(x, positions)

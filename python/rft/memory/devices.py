@@ -16,8 +16,9 @@ from typing import Any
 GIB = 2**30
 
 
-GUESSED_LAUNCH = 2.5e-3
-"""Some 100 operations of 25 us: a guess, which stands until `rft doctor --calibrate` has measured a host."""
+GUESSED_LAUNCH, GUESSED_PACKED_LAUNCH = 6.5e-3, 12.7e-3
+"""An H200's host: 204 ms of a step of 32 layers through the fused blocks, 406 ms over NF4 (bench/train/step.py --narrow, plan.py). It was
+160 to 290 from one moment to the next, so these are guesses until `rft doctor --calibrate` has measured a host."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class Rates:
     """Between the device and pinned host memory, each way."""
     launch: float = GUESSED_LAUNCH
     """Seconds of the host to launch one decoder layer forward and backward through the fused blocks."""
+    launch_packed: float = GUESSED_PACKED_LAUNCH
+    """The same over a base in NF4 or int8, whose weights are dequantised before each product."""
     context: int = 600 * 2**20
     """Bytes that a process takes beside torch's allocator: the CUDA context, libraries, compiled kernels."""
     source: str = "estimate"

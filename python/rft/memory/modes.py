@@ -7,9 +7,8 @@ from typing import Literal
 from rft.memory.plan import Place
 
 RECOMPUTE: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
-"""Besides these every n-th layer can always be computed again."""
-EVERY: tuple[int, ...] = (4, 3, 2)
-"""Numbers n that are tried for every n-th."""
+LEVELS = 8
+"""Numbers of layers that are computed again, or offloaded, which are tried at first; those between them follow."""
 OFFLOAD: tuple[Place, ...] = ("none", "cpu", "disk")
 """Tried where `memory.offload = "auto"`."""
 TILES: tuple[int, ...] = (1, 2, 4, 8, 16, 32)

@@ -5,6 +5,7 @@ copy is done. Backward: while a layer is worked on, the one before it is on its 
 computing stream waits for a copy only where it is not done in time. Host memory is a pool of buffers that are used again, pinned on
 CUDA. Where there is no device to copy from (CPU), the copies are plain ones, so that everything else is the same.
 
+Only some layers' tensors may leave: those of the others stay where they are, and while they are worked on the next that left is fetched.
 disk: buffers beyond `host_bytes` are written to a file by threads, those first that are needed last, and read back ahead.
 The last layers' tensors, up to `device_bytes`, stay where they are: backward needs them first.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -92,12 +93,14 @@ class Offloader:
 
     def __init__(
         self, where: Literal["cpu", "disk"], device: torch.device, pool: HostPool, num_layers: int, *, device_bytes: int = 0,
-        smallest: int = SMALLEST,
+        smallest: int = SMALLEST, leaving: Iterable[int] | None = None,
     ):  # fmt: skip
+        """leaving: numbers of the layers whose tensors leave the device; None = of all."""
         if device.type == "cuda" and device.index is None:  # tensors always name theirs
             device = torch.device("cuda", torch.cuda.current_device())
         self.where, self.device, self.pool = where, device, pool
         self._num_layers, self._device_bytes, self._smallest = num_layers, device_bytes, smallest
+        self._away = frozenset(range(num_layers) if leaving is None else leaving)
         cuda = device.type == "cuda"
         self._out = torch.cuda.Stream(device) if cuda else None
         self._back = torch.cuda.Stream(device) if cuda else None
@@ -113,6 +116,11 @@ class Offloader:
         """Copied to the host so far."""
         self.fetched_late = 0
         """Pieces that backward asked for before they were sent for: 0 in a plain run."""
+
+    @property
+    def num_leaving(self) -> int:
+        """Layers whose tensors leave the device."""
+        return len(self._away)
 
     def describe(self) -> str:
         """For receipts."""
@@ -144,6 +152,9 @@ class Offloader:
         finally:
             self._layer_bytes = max(self._layer_bytes, self.moved_bytes - before)
             self._here, self._layer, self._seen = None, None, {}
+            if self._out is not None and index == self._num_layers - 1:
+                # what left last is needed first, and stays; the loss needs the room of what left before
+                self._let_go(torch.cuda.current_stream(self.device), layers=1)
 
     def pack(self, tensor: Tensor) -> Any:
         """Send a saved tensor on its way; what autograd shall hold instead. Parameters, buffers and small tensors are held as they are."""
@@ -196,14 +207,16 @@ class Offloader:
     def _stays(self, size: int) -> bool:
         """Whether the layer is among the last ones that may stay on the device; the very last always does: it is needed at once."""
         assert self._here is not None
+        if self._here.index not in self._away:
+            return True
         behind = self._num_layers - 1 - self._here.index
         if behind == 0 and self._out is not None:
             return True
         return behind * max(self._layer_bytes, size) + size <= self._device_bytes
 
-    def _let_go(self, stream: Any) -> None:
+    def _let_go(self, stream: Any, layers: int = IN_FLIGHT_LAYERS) -> None:
         """Give memory back whose copy is done; beyond some layers' worth the computing stream (not the host) waits for the oldest copy."""
-        limit = max(1, IN_FLIGHT_LAYERS * self._layer_bytes)
+        limit = max(1, layers * self._layer_bytes)
         held = sum(item.bytes for item, _ in self._leaving)
         while self._leaving:
             item, copied = self._leaving[0]
@@ -234,19 +247,23 @@ class Offloader:
         return item.fetched.as_strided(held.size, held.stride)
 
     def _fetch_ahead(self, group: _Group) -> None:
-        """Once a layer: send for what is left of it, and for the layer before it."""
+        """Once a layer: send for what is left of it, and for the next one before it of which something is away."""
         place = group.index
         if self._prefetched == place:
             return
         begun, self._prefetched = self._prefetched >= 0, place
+        while self._leaving and self._leaving[-1][0].group.index > place:  # worked on already, and held here alone
+            _, copied = self._leaving.pop()
+            torch.cuda.current_stream(self.device).wait_event(copied)
+        before = max((i for i in self._away if i < place), default=-1)
         for other in reversed(self._groups):
-            if other.index not in (place, place - 1):
+            if other.index not in (place, before):
                 continue
             for item in (reference() for reference in other.items):
                 if item is not None and item.source is None and item.fetched is None:
                     self.fetched_late += begun and other.index == place
                     self._fetch(item)
-        self.pool.read_ahead(place - 2)
+        self.pool.read_ahead(max((i for i in self._away if i < before), default=-1))
 
     def _fetch(self, item: _Item) -> None:
         assert item.buffer is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,8 +20,12 @@ class MemoryPlan:
     """How one rank runs a step. No `auto` is left in it."""
 
     recompute: Recompute = "none"
+    recompute_layers: int | None = None
+    """How many layers are computed again, spread evenly; None: all that `recompute` names."""
     offload: Place = "none"
-    """Where what recomputed layers keep lies; without recompute, where all saved tensors lie."""
+    """Where what layers keep for the backward pass lies."""
+    offload_layers: int | None = None
+    """Of how many layers, spread evenly, those first that are not computed again; None: of all."""
     tiled_mlp: int = 1
     """Tiles of the sequence in which every MLP is computed; 1: whole."""
     chunk_rows: int | Literal["least"] = 4096
@@ -28,6 +33,8 @@ class MemoryPlan:
     micro_batch: int = 1
     offload_states: Place = "none"
     """Where masters and optimizer states lie."""
+    offload_weights: Literal["none", "cpu"] = "none"
+    """Where the weights of the decoder layers lie while their layer is not worked on."""
     in_backward: bool = False
     """Whether the optimizer's step of a parameter is made as soon as its gradient is there."""
 
@@ -41,30 +48,56 @@ class MemoryPlan:
         assert rows != "auto", "resolve() decides loss.chunk_rows"
         return cls(
             recompute=recompute,
+            recompute_layers=_layers(memory.recompute_layers),
             offload=getattr(memory, "offload", "none"),
+            offload_layers=_layers(memory.offload_layers),
             tiled_mlp=getattr(memory, "tiled_mlp", 1),
             chunk_rows=rows,
             micro_batch=micro_batch,
-            offload_states=getattr(memory, "offload_states", "none"),
+            offload_states=memory.offload_states,
+            offload_weights=memory.offload_weights,
             in_backward=bool(getattr(config.optim, "in_backward", False)),
         )
 
 
+def spread(items: Sequence[int], count: int) -> list[int]:
+    """`count` of these, evenly from the first on; the last is among them only where all are."""
+    return [items[i * len(items) // count] for i in range(count)]
+
+
+def recomputed(recompute: Recompute, num_layers: int, count: int | None = None) -> list[int]:
+    """Which layers are computed again: none, every n-th counted from the first, whose activations are held longest, all, or `count` of them."""
+    if recompute == "none":
+        return []
+    named = list(range(0, num_layers, recompute if isinstance(recompute, int) else 1))
+    return named if count is None else spread(named, min(count, len(named)))
+
+
+def offloaded(recomputed: Sequence[int], num_layers: int, count: int | None = None) -> list[int]:
+    """Which layers' kept tensors leave the GPU: `count` of them, those first that are not computed again; None: all."""
+    if count is None or count >= num_layers:
+        return list(range(num_layers))
+    again = set(recomputed)
+    whole = [i for i in range(num_layers) if i not in again]
+    rest = count - len(whole)
+    return spread(whole, count) if rest <= 0 else sorted([*whole, *spread(list(recomputed), rest)])
+
+
+def _layers(given: int | Literal["auto", "all"]) -> int | None:
+    return given if isinstance(given, int) else None
+
+
 def config_with(config: Config, plan: MemoryPlan) -> Config:
-    """The config with what the plan says. Raises ValueError where this version's config has no key for it."""
+    """The config with what the plan says."""
     memory: dict[str, Any] = {
         "recompute": plan.recompute,
+        "recompute_layers": plan.recompute_layers or "all",
         "offload": plan.offload,
+        "offload_layers": plan.offload_layers or "all",
         "tiled_mlp": plan.tiled_mlp,
         "offload_states": plan.offload_states,
+        "offload_weights": plan.offload_weights,
     }
-    plain = MemoryPlan()
-    known = type(config.memory).model_fields
-    for key in list(memory):
-        if key not in known:
-            if memory[key] != getattr(plain, key):
-                raise ValueError(f"memory.{key} = {memory[key]!r}: this version has no such key")
-            del memory[key]
     tables = {
         "memory": config.memory.model_copy(update=memory),
         "loss": config.loss.model_copy(update={"chunk_rows": plan.chunk_rows}),

@@ -1,7 +1,7 @@
 """Bytes and seconds of every way to run a step -> the fastest that fits.
 
 `sizes.py` counts bytes, `speed.py` seconds, `devices.py` what the hardware does, `modes.py` what this version can carry out. The choice: the
-fastest plan that fits; among nearly as fast ones the one with the least memory.
+fastest plan that fits; among nearly as fast ones that with the fewest means, and of those the smallest that is as good as the fastest.
 """
 
 from __future__ import annotations
@@ -9,17 +9,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, Literal
 
 from rft.memory import modes
 from rft.memory.plan import MemoryPlan, Place, Recompute
 from rft.memory.sizes import GIB, Problem, Sizes, sizes
 from rft.memory.speed import Machinery, Times, seconds
+from rft.words import counted
 
 __all__ = ["GIB", "Choice", "Given", "Planned", "Problem", "plan"]
 
 WORTH = 0.03
-"""A choice that takes more memory has to be faster by this share."""
+"""A way to save memory is not taken for less than this share of the time."""
+FILLS = 0.01
+"""Memory alone is taken for less: what the GPU has is otherwise idle."""
 LESS = 0.9
 """A cheaper plan takes at most this share of the memory, or it would fail again."""
 
@@ -30,10 +34,15 @@ class Given:
 
     micro_batch: int | None = None
     recompute: Recompute | None = None
+    recompute_layers: int | Literal["all"] | None = None
     offload: Place | None = "none"
+    offload_layers: int | Literal["all"] | None = None
     tiled_mlp: int | None = None
     chunk_rows: int | Literal["least"] = 4096
+    least_loss: bool = False
+    """Whether "least" may be chosen in place of `chunk_rows`."""
     offload_states: Place = "none"
+    offload_weights: Literal["none", "cpu"] = "none"
     in_backward: bool = False
     can_recompute: bool = True
 
@@ -98,16 +107,35 @@ class Planned:
         if any(a.total > self.budget for a in fuller):
             return f"the most that fits: about {_gib(choice.total)} of {_gib(self.budget)} GiB"
         if fuller:
-            return f"fills the GPU; more would gain under {WORTH:.0%} (about {_gib(choice.total)} GiB)"
+            return f"fills the GPU; more would gain under {FILLS:.0%} (about {_gib(choice.total)} GiB)"
         return f"the whole step at once takes about {_gib(choice.total)} of {_gib(self.budget)} GiB"
 
     def why_recompute(self) -> str:
         choice = self.chosen
         if choice.plan.recompute == "none":
             return f"about {_gib(choice.total)} of {_gib(self.budget)} GiB without it"
-        plain = next((a for a in self.alternatives if a.plan == replace(choice.plan, recompute="none")), None)
-        without = f"; without it {_gib(plain.total)}" if plain else ""
-        return f"about {_gib(choice.total)} of {_gib(self.budget)} GiB{without}"
+        without = _gib(self._without(recompute="none", recompute_layers=None))
+        return f"about {_gib(choice.total)} of {_gib(self.budget)} GiB; without it {without}"
+
+    def why_recompute_layers(self) -> str:
+        return self._why_layers("recompute_layers", "recompute")
+
+    def why_offload_layers(self) -> str:
+        return self._why_layers("offload_layers", "offload")
+
+    def _why_layers(self, key: str, mode: str) -> str:
+        chosen = self.chosen.plan
+        if getattr(chosen, mode) == "none":
+            return f"memory.{mode} is none"
+        if getattr(chosen, key) is None:
+            return "as many as there are"
+        return f"of {counted(self.problem.facts.num_layers, 'layer')}, the fewest with which it fits"
+
+    def why_chunk_rows(self) -> str:
+        if self.chosen.plan.chunk_rows == "least":
+            return f"more logits at a time would need {_gib(self._without(chunk_rows=4096))} GiB"
+        vocabulary = self.problem.facts.vocab_size
+        return f"logits of {vocabulary:,} tokens for so many rows at a time"
 
     def why_offload(self) -> str:
         choice = self.chosen
@@ -178,10 +206,13 @@ def _front(by_time: list[Choice]) -> list[Choice]:
 _KEYS = {
     "micro_batch": "train.micro_batch",
     "recompute": "memory.recompute",
+    "recompute_layers": "memory.recompute_layers",
     "offload": "memory.offload",
+    "offload_layers": "memory.offload_layers",
     "tiled_mlp": "memory.tiled_mlp",
     "chunk_rows": "loss.chunk_rows",
     "offload_states": "memory.offload_states",
+    "offload_weights": "memory.offload_weights",
     "in_backward": "optim.in_backward",
 }
 
@@ -192,6 +223,7 @@ def compare(one: Choice, other: Choice, *, keys: bool = False) -> str:
     for name, key in _KEYS.items():
         value = getattr(other.plan, name)
         if value != getattr(one.plan, name):
+            value = "all" if value is None else value
             if keys:
                 shown = f'"{value}"' if isinstance(value, str) else str(value).lower()
                 parts.append(f"{key} = {shown}")
@@ -217,22 +249,64 @@ def _gib(count: float) -> str:
 def choices(problem: Problem, given: Given, machinery: Machinery) -> Iterator[Choice]:
     """Every way to run the step that this version has."""
     batches = [given.micro_batch] if given.micro_batch else divisors(problem.packs)
-    kinds: list[Recompute] = [*modes.RECOMPUTE, *(modes.EVERY if problem.facts.num_layers > 1 else ())]
+    kinds: tuple[Recompute, ...] = modes.RECOMPUTE
+    if given.offload_weights != "none":  # every layer is computed again
+        kinds, given = ("selective", "full"), replace(given, recompute_layers="all")
     if given.recompute is not None:
-        kinds = [given.recompute]
+        kinds = (given.recompute,)
     elif not given.can_recompute:
-        kinds = ["none"]
+        kinds = ("none",)
     places: tuple[Place, ...] = modes.OFFLOAD if given.offload is None else (given.offload,)
     tiles = modes.TILES if given.tiled_mlp is None else (given.tiled_mlp,)
-    for kind in kinds:
-        for place in places:
-            for tile in tiles:
-                for batch in reversed(batches):
-                    made = MemoryPlan(
-                        recompute=kind, offload=place, tiled_mlp=tile, chunk_rows=given.chunk_rows, micro_batch=batch,
-                        offload_states=given.offload_states, in_backward=given.in_backward,
-                    )  # fmt: skip
-                    yield Choice(made, sizes(problem, made), seconds(problem, made, machinery))
+    rows: list[int | Literal["least"]] = [given.chunk_rows, *(["least"] if given.least_loss else [])]  # type: ignore[list-item]
+    for kind, place, tile, chunk_rows, batch in product(kinds, places, tiles, rows, reversed(batches)):
+        for again in _levels(problem, given.recompute_layers, kind, free=given.recompute is None):
+            for moved in _levels(problem, given.offload_layers, place, free=given.offload is None and place == "cpu"):
+                yield _choice(problem, machinery, MemoryPlan(
+                    recompute=kind, recompute_layers=again, offload=place, offload_layers=moved, tiled_mlp=tile, chunk_rows=chunk_rows,
+                    micro_batch=batch, offload_states=given.offload_states, offload_weights=given.offload_weights,
+                    in_backward=given.in_backward,
+                ))  # fmt: skip
+
+
+def _choice(problem: Problem, machinery: Machinery, made: MemoryPlan) -> Choice:
+    return Choice(made, sizes(problem, made), seconds(problem, made, machinery))
+
+
+def _levels(
+    problem: Problem, given: int | Literal["all"] | None, mode: Recompute | Place, *, free: bool
+) -> list[int | None]:
+    """Numbers of layers that are tried of a way to save memory; None: all. free: whether the way itself is to be chosen."""
+    L = problem.facts.num_layers
+    if mode == "none" or given == "all" or (given is None and not free):
+        return [None]
+    if given is not None:
+        return [given]
+    step = math.ceil(L / modes.LEVELS)
+    return [*range(step, L, step), None]
+
+
+def _refined(problem: Problem, given: Given, machinery: Machinery, chosen: Choice) -> Choice:
+    """The fastest that fits among plans with other numbers of layers than those that were tried; of equals, the one that moves the least."""
+    L, made = problem.facts.num_layers, chosen.plan
+    if made.offload_weights != "none":
+        given = replace(given, recompute_layers="all")
+
+    def up_to(count: int | None, levels: int) -> list[int | None]:
+        """All numbers up to the one that was chosen, where there was a choice."""
+        return [count] if levels == 1 else [*range(1, count or L), count]
+
+    again = _levels(problem, given.recompute_layers, made.recompute, free=given.recompute is None)
+    moved = _levels(problem, given.offload_layers, made.offload, free=given.offload is None and made.offload == "cpu")
+    tried = [
+        _choice(problem, machinery, replace(made, recompute_layers=r, offload_layers=o))
+        for r in up_to(made.recompute_layers, len(again))
+        for o in up_to(made.offload_layers, len(moved))
+    ]
+    fitting = [c for c in tried if fits(problem, c)]
+    fastest = min(c.seconds for c in fitting)
+    near = [c for c in fitting if c.seconds <= fastest * 1.001]
+    return min(near, key=lambda c: (c.sizes.host, c.seconds))
 
 
 def fits(problem: Problem, choice: Choice) -> bool:
@@ -247,21 +321,24 @@ def divisors(number: int) -> list[int]:
 
 
 def plan(problem: Problem, given: Given, machinery: Machinery) -> Planned:
-    """The fastest that fits; among nearly as fast ones that with the fewest means, then the smallest. Where nothing fits, the smallest, and `fits` is
-    False."""
+    """The fastest that fits; among nearly as fast ones that with the fewest means, then the smallest, with as few layers computed again
+    or offloaded as fit. Where nothing fits, the smallest, and `fits` is False."""
     every = tuple(choices(problem, given, machinery))
     fitting = [c for c in every if fits(problem, c)]
     if not fitting:
         return Planned(problem, machinery, min(every, key=lambda c: c.total), False, every)
     fastest = min(c.seconds for c in fitting)
     near = [c for c in fitting if c.seconds <= fastest * (1 + WORTH)]
-    chosen = min(near, key=lambda c: (_means(c.plan), c.total, c.seconds))
-    return Planned(problem, machinery, chosen, True, every)
+    fewest = min(_means(c.plan) for c in near)
+    plainest = [c for c in near if _means(c.plan) == fewest]
+    fastest = min(c.seconds for c in plainest)
+    chosen = min((c for c in plainest if c.seconds <= fastest * (1 + FILLS)), key=lambda c: (c.total, c.seconds))
+    return Planned(problem, machinery, _refined(problem, given, machinery, chosen), True, every)
 
 
 def _means(made: MemoryPlan) -> int:
     """How many ways to save memory it takes: none is taken without need."""
-    return (made.recompute != "none") + (made.offload != "none") + (made.tiled_mlp > 1)
+    return (made.recompute != "none") + (made.offload != "none") + (made.tiled_mlp > 1) + (made.chunk_rows == "least")
 
 
 def planned(problem: Problem, chosen: MemoryPlan, given: Given, machinery: Machinery) -> Planned:

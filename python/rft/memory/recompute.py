@@ -7,25 +7,20 @@ output and log-sum-exp of its attention, so that everything is computed again bu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rft.errors import Refused
 from rft.memory.offload import Offloader
+from rft.memory.plan import Recompute, recomputed
+from rft.memory.weights import WeightStream
 from rft.models.attention_kept import KeptAttention
 
-Recompute = Literal["none", "selective", "full"] | int
 Call = Callable[..., Any]
-
-
-def recomputed(recompute: Recompute, num_layers: int) -> list[int]:
-    """Which layers: all, none, or every n-th counted from the first, whose activations are held longest."""
-    if recompute == "none":
-        return []
-    return list(range(0, num_layers, recompute if isinstance(recompute, int) else 1))
 
 
 def why_not(layers: Sequence[nn.Module]) -> str | None:
@@ -34,14 +29,18 @@ def why_not(layers: Sequence[nn.Module]) -> str | None:
     return None if other is None else f"{other} has no checkpointing of transformers' layers"
 
 
-def apply_recompute(layers: Sequence[nn.Module], recompute: Recompute, offloader: Offloader | None = None) -> int:
+def apply_recompute(
+    layers: Sequence[nn.Module], recompute: Recompute, offloader: Offloader | None = None, *, count: int | None = None,
+    weights: WeightStream | None = None,
+) -> int:  # fmt: skip
     """Mark the layers, in place, and return how many are computed again. Raises Refused where the model's layers have no place for it.
 
     Before compile and sharding. It sets what `transformers` itself reads in each layer's call, without its
     `gradient_checkpointing_enable`, which would ask for a gradient of the embeddings below the first adapter.
-    offloader: takes what the layers keep; every layer is marked then.
+    offloader: takes what the layers keep; every layer is marked then. count: of how many layers; None = of all that `recompute` names.
+    weights: brings those of a layer when it is computed again.
     """
-    chosen = set(recomputed(recompute, len(layers)))
+    chosen = set(recomputed(recompute, len(layers), count))
     marked = range(len(layers)) if offloader is not None else chosen
     if marked and (why := why_not(layers)):
         what = f"memory.recompute = {recompute!r}" if chosen else f'memory.offload = "{offloader and offloader.where}"'
@@ -50,12 +49,16 @@ def apply_recompute(layers: Sequence[nn.Module], recompute: Recompute, offloader
         layer: Any = module
         if index not in marked:
             if hasattr(layer, "gradient_checkpointing"):
-                layer.gradient_checkpointing = False  # an earlier plan of this run may have marked it
+                layer.gradient_checkpointing = (
+                    False  # an earlier plan of this run may have marked it, with what it pinned
+                )
+                layer.__dict__.pop("_gradient_checkpointing_func", None)
             continue
         layer.gradient_checkpointing = True
         run: Call = _run_once
         if index in chosen:
-            run = partial(_selective if recompute == "selective" else _full, _draws(layer), offloader)
+            arrive = None if weights is None else partial(weights.again, index)
+            run = partial(_selective if recompute == "selective" else _full, _draws(layer), offloader, arrive)
         layer._gradient_checkpointing_func = (
             run if offloader is None else partial(_offloaded, offloader, index, layer, run)
         )
@@ -72,13 +75,38 @@ def _run_once(call: Call, *args: Any, **kwargs: Any) -> Any:
     return call(*args, **kwargs)
 
 
-def _full(draws: bool, offloader: Offloader | None, call: Call, *args: Any, **kwargs: Any) -> Any:
-    return checkpoint(call, *args, use_reentrant=False, preserve_rng_state=draws, **kwargs)
+Arrive = Callable[[], AbstractContextManager[None]] | None
+"""Makes the context around a recomputation in which the layer's weights are there; None: they always are."""
 
 
-def _selective(draws: bool, offloader: Offloader | None, call: Call, *args: Any, **kwargs: Any) -> Any:
+def _full(draws: bool, offloader: Offloader | None, arrive: Arrive, call: Call, *args: Any, **kwargs: Any) -> Any:
+    contexts: dict[str, Any] = {} if arrive is None else {"context_fn": lambda: (nullcontext(), arrive())}
+    return checkpoint(call, *args, use_reentrant=False, preserve_rng_state=draws, **contexts, **kwargs)
+
+
+def _selective(draws: bool, offloader: Offloader | None, arrive: Arrive, call: Call, *args: Any, **kwargs: Any) -> Any:
     kept = KeptAttention() if offloader is None else KeptAttention(offloader.pack, offloader.unpack)
-    return checkpoint(call, *args, use_reentrant=False, preserve_rng_state=draws, context_fn=kept.contexts, **kwargs)
+
+    def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
+        first, again = kept.contexts()
+        return first, again if arrive is None else _Both(arrive(), again)
+
+    return checkpoint(call, *args, use_reentrant=False, preserve_rng_state=draws, context_fn=contexts, **kwargs)
+
+
+class _Both:
+    """Two contexts, the second inside the first; may be entered again."""
+
+    def __init__(self, first: Any, second: Any):
+        self._first, self._second = first, second
+
+    def __enter__(self) -> None:
+        self._first.__enter__()
+        self._second.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._second.__exit__(*error)
+        self._first.__exit__(*error)
 
 
 def _offloaded(

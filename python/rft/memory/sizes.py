@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rft.memory.plan import MemoryPlan, Recompute
+from rft.memory.plan import MemoryPlan, Recompute, offloaded, recomputed
 from rft.models.facts import Facts
 
 GIB = 2**30
@@ -22,8 +22,9 @@ BITS_NF4 = 4 + 8 / 64 + 32 / (64 * 256)
 BITS_INT8 = 8
 SLACK = 0.04
 """Share of what a step allocates that the allocator holds besides: blocks between tensors, of sizes that none asks for at the moment."""
-RING = 3
-"""Layers whose kept tensors are on the device at one time when they are offloaded."""
+RING = 2
+"""Layers whose kept tensors are on the device when the forward pass is over and while it goes back, where most are offloaded: the one that is
+worked on and the one before it. Of every second layer or fewer, one: the others stay by themselves. One more while the forward pass goes on (memory/offload.py, IN_FLIGHT_LAYERS)."""
 STATE_BUCKETS = 3 * 256 * 2**20
 """Device bytes through which offloaded states pass (optim/home.py)."""
 BUCKETS = 5 * 32 * 2**20
@@ -75,7 +76,7 @@ class Sizes:
     """Pinned memory of the machine."""
     disk: int = 0
     moment: str = ""
-    """When it is: the loss, the backward of the last layer ("backward"), of the first ("update"), or of the embedding."""
+    """When it is: the end of the forward pass ("forward"), the loss, the backward of the last layer ("backward"), of the first ("update"), or of the embedding."""
     moments: dict[str, dict[str, int]] = field(default_factory=dict)
     """`allocated` at each of them."""
     layer: dict[str, int] = field(default_factory=dict)
@@ -127,6 +128,13 @@ def frozen_bytes(problem: Problem, frozen: int) -> int:
     return frozen * size  # FP8 in both layouts takes the bytes of bf16
 
 
+def layer_weight_bytes(problem: Problem) -> int:
+    """Of the weights of all decoder layers, as they are computed with."""
+    f = problem.facts
+    ends = f.vocab_size * f.hidden_size * (1 if f.is_tied else 2)
+    return max(0, f.num_parameters - ends) * problem.itemsize
+
+
 # ---- what a layer keeps
 
 
@@ -167,11 +175,29 @@ def kept_by_recomputed(problem: Problem, tokens: int, recompute: Recompute) -> d
     return kept
 
 
-def recomputed_layers(recompute: Recompute, num_layers: int) -> int:
+def recomputed_layers(plan: MemoryPlan, num_layers: int) -> int:
     """How many decoder layers are computed again."""
-    if recompute == "none":
-        return 0
-    return math.ceil(num_layers / recompute) if isinstance(recompute, int) else num_layers
+    return len(recomputed(plan.recompute, num_layers, plan.recompute_layers))
+
+
+def moved_bytes(problem: Problem, plan: MemoryPlan) -> tuple[int, int, int]:
+    """What leaves the device in a forward pass, and of it what is there in the end, and while the pass goes on."""
+    if plan.offload == "none":
+        return 0, 0, 0
+    tokens, L = plan.micro_batch * problem.seq_len, problem.facts.num_layers
+    again = set(recomputed(plan.recompute, L, plan.recompute_layers))
+    a_layer = sum(kept_by_layer(problem, tokens, plan.tiled_mlp).values())
+    kept = sum(kept_by_recomputed(problem, tokens, plan.recompute).values())
+    moved = [kept if i in again else a_layer for i in offloaded(sorted(again), L, plan.offload_layers)]
+    ring = RING if 2 * len(moved) > L else RING - 1
+    largest = sorted(moved, reverse=True)
+    return sum(moved), sum(largest[:ring]), sum(largest[: ring + 1])
+
+
+def kept_by_layer(problem: Problem, tokens: int, tiles: int) -> dict[str, int]:
+    """`layer_bytes`; an MLP that is computed in pieces keeps nothing but its input."""
+    layer = layer_bytes(problem, tokens)
+    return {**layer, "mlp": 0} if tiles > 1 else layer
 
 
 # ---- the step
@@ -182,26 +208,25 @@ def sizes(problem: Problem, plan: MemoryPlan) -> Sizes:
     f, size = problem.facts, problem.itemsize
     tokens = plan.micro_batch * problem.seq_len
     states = state_bytes(problem)
-    layer = layer_bytes(problem, tokens)
-    if plan.tiled_mlp > 1:
-        layer["mlp"] = 0
+    layer = kept_by_layer(problem, tokens, plan.tiled_mlp)
     a_layer, L = sum(layer.values()), f.num_layers
-    again = recomputed_layers(plan.recompute, L)
+    again = recomputed_layers(plan, L)
     kept = sum(kept_by_recomputed(problem, tokens, plan.recompute).values())
     stream = tokens * f.hidden_size * size
     activations = (L - again) * a_layer + again * kept
     if not again and not problem.trained_in_full:
         activations -= stream  # below the first adapter nothing needs a gradient, so the first norm keeps no input
-    host = disk = 0
-    if plan.offload != "none":
-        of_layer = kept if again else a_layer
-        moved = max(0, (again or L) - RING) * of_layer
-        activations -= moved
-        host, disk = (moved, 0) if plan.offload == "cpu" else (min(moved, 4 * of_layer), moved)
+    moved, there, on_the_way = moved_bytes(problem, plan)
+    activations -= moved - there
+    host, disk = (moved, 0) if plan.offload == "cpu" else (min(moved, 2 * there), moved)
+    if plan.offload_weights != "none":
+        weights = layer_weight_bytes(problem)
+        states["weights"] -= weights * max(0, L - RESIDENT) // max(L, 1)
+        host += weights
     # input of the final norm; tables of cosines and sines, ids, labels and positions
     final = stream * (1 if problem.kernels or not problem.trained_in_full else 2)
     activations += final + tokens * (2 * f.head_size * size + 3 * 8)
-    transient = backward_bytes(problem, tokens, plan.tiled_mlp)
+    transient = backward_bytes(problem, tokens, plan.tiled_mlp, in_backward=plan.in_backward)
     if problem.base in ("nf4", "int8"):
         transient += f.largest_linear * size  # the buffer that weights are dequantised into
     sent = gathered_bytes(problem) if problem.shards > 1 else 0
@@ -209,23 +234,29 @@ def sizes(problem: Problem, plan: MemoryPlan) -> Sizes:
         sent += min(BUCKETS, states["gradients"])
     # the embedding's gradient is dense before it is added to that of a tied head, or cast; plain torch still holds the head's sum then
     dense = f.vocab_size * f.hidden_size * (size if problem.kernels else 2 * size)
-    embedding = dense if problem.trained_in_full and not plan.in_backward else 0
+    if problem.kernels and f.is_tied and size < problem.master_itemsize:  # cast before it is added to the head's
+        dense += f.vocab_size * f.hidden_size * problem.master_itemsize
+    embedding = dense if problem.trained_in_full else 0
     # plain torch scales the gradient of the head's weight into a new one, and casts that
     scaled = 0 if problem.kernels or not problem.trained_in_full else f.vocab_size * f.hidden_size * (4 + size % 4)
     made_again = a_layer - kept if again else 0
-    last_again = made_again if again and _last_is_recomputed(plan.recompute, L) else 0
+    # the layer whose backward comes first, while all activations are there
+    last_again = made_again if L - 1 in recomputed(plan.recompute, L, plan.recompute_layers) else 0
     if plan.offload_states != "none":
-        states, moved = _offloaded_states(states)
-        host += moved if plan.offload_states == "cpu" else min(moved, STATE_BUCKETS)
-        disk += moved if plan.offload_states == "disk" else 0
+        states, away = _offloaded_states(states)
+        host += away if plan.offload_states == "cpu" else min(away, STATE_BUCKETS)
+        disk += away if plan.offload_states == "disk" else 0
     gradients = states.pop("gradients") - _narrow(problem, plan)
     if plan.in_backward:
         gradients = min(
             gradients, max(f.vocab_size * f.hidden_size, f.hidden_size * f.intermediate_size) * problem.master_itemsize
         )
     before = gradients if plan.micro_batch < problem.packs else 0  # those of earlier micro-batches
+    of_layer = (
+        math.ceil(tokens / plan.tiled_mlp) * f.intermediate_size * size + 2 * stream
+    )  # beside what a layer keeps, forward
     # kept outputs of attention are let go when the backward pass is over
-    held = L * (kept - stream) if plan.recompute == "selective" and plan.offload == "none" else 0
+    held = again * (kept - stream) if plan.recompute == "selective" and plan.offload == "none" else 0
     moments = {
         "loss": {
             **states, "gradients": before, "activations": activations, "loss": loss_bytes(problem, tokens, plan.chunk_rows),
@@ -240,6 +271,8 @@ def sizes(problem: Problem, plan: MemoryPlan) -> Sizes:
         },
         "embedding": {**states, "gradients": gradients, "activations": stream + held, "backward of a layer": embedding},
     }  # fmt: skip
+    if moved:
+        moments["forward"] = {**states, "gradients": before, "activations": activations + on_the_way - there + of_layer}
     moment, allocated = max(moments.items(), key=lambda item: sum(item[1].values()))
     allocated = {name: count for name, count in allocated.items() if count}
     slack = int(SLACK * (sum(allocated.values()) - states["weights"]))
@@ -268,21 +301,20 @@ def _not_there_yet(problem: Problem, plan: MemoryPlan) -> int:
     return numbers * size // problem.shards
 
 
-def _last_is_recomputed(recompute: Recompute, num_layers: int) -> bool:
-    """Whether the layer whose backward comes first, while all activations are there, is computed again."""
-    return not isinstance(recompute, int) or (num_layers - 1) % recompute == 0
-
-
 def _offloaded_states(states: dict[str, int]) -> tuple[dict[str, int], int]:
     moved = max(0, states["optimizer"] - STATE_BUCKETS)
     return {**states, "optimizer": states["optimizer"] - moved}, moved
 
 
+RESIDENT = 3
+"""Layers whose weights are on the device at one time where they lie on the host: one that is worked on, one on its way there, one on its way home."""
+UPDATED = 1 << 24
+"""Numbers of a weight that a rule updates at one time, in four fp32 tensors (optim/rule.py)."""
 LINEARS = 7
 """Of a decoder layer with a gated MLP: what its ranks are spread over."""
 
 
-def backward_bytes(problem: Problem, tokens: int, tiles: int = 1) -> int:
+def backward_bytes(problem: Problem, tokens: int, tiles: int = 1, *, in_backward: bool = False) -> int:
     """What exists besides in the backward of one layer's MLP, its largest part: two of the wide ones, gradients of gate and up (elsewhere
     autograd frees as it goes). LoRA through the fused block: the stream's gradients before, within and behind, and `branch_parts_bytes`."""
     f, size = problem.facts, problem.itemsize
@@ -291,6 +323,8 @@ def backward_bytes(problem: Problem, tokens: int, tiles: int = 1) -> int:
     rows = math.ceil(tokens / tiles)
     again = 0 if tiles == 1 else 1 if fused else 2 if problem.kernels else 4  # of a piece, besides
     inner = rows * f.intermediate_size * (wide + again)
+    if in_backward:  # each weight is updated as soon as its gradient is there
+        inner = max(inner, UPDATED * 16 // size)
     streams = (3 if fused else 1) + max(0, round(f.norm_width / f.hidden_size) - 2)  # norms behind the MLP
     # pieces add up the gradients of their weights in fp32
     sums = 3 * f.hidden_size * f.intermediate_size * 4 if tiles > 1 and problem.trained_in_full else 0
@@ -306,10 +340,13 @@ def branch_parts_bytes(problem: Problem, rows: int) -> int:
 
 
 def loss_gradient_bytes(problem: Problem, tokens: int) -> int:
-    """Gradients that the loss made in its forward pass and hands out in the backward one. Plain torch sums that of the weight in fp32."""
+    """Gradients that the loss made in its forward pass and hands out in the backward one, where that of the weight takes another type."""
     f, size = problem.facts, problem.itemsize
     labelled = max(1, int(tokens * problem.label_share))
-    weight = f.vocab_size * f.hidden_size * (size if problem.kernels else 4) if problem.trained_in_full else 0
+    held = (
+        max(size, problem.master_itemsize) if problem.kernels else 4
+    )  # autograd casts it to the type that it is summed in
+    weight = f.vocab_size * f.hidden_size * held if problem.trained_in_full else 0
     return labelled * f.hidden_size * size + weight
 
 
@@ -323,8 +360,12 @@ def loss_bytes(problem: Problem, tokens: int, chunk_rows: int | Literal["least"]
         rows = min(64 if chunk_rows == "least" else chunk_rows, labelled)
         sums = V * H * 8 if problem.trained_in_full else rows * H * 4
         return rows * V * 12 + sums + 2 * gradient
+    if problem.trained_in_full and chunk_rows == "least":  # its backward (kernels/linear_logprob.py)
+        columns = min(V, max(1024, min(8192, (128 << 20) // (labelled * size))))
+        return V * H * size + labelled * columns * size + labelled * H * (4 + size) + gradient
     if problem.trained_in_full:
-        rows = max(128, 64 * 2**20 // (V * size)) if chunk_rows == "least" else chunk_rows
+        assert chunk_rows != "least"
+        rows = chunk_rows
         several = rows < labelled
         return min(rows, labelled) * V * size + V * H * (size + (4 if several else 0)) + gradient + rows * H * size
     if chunk_rows == "least":

@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass
 
 from rft.memory.devices import ACROSS, Rates
-from rft.memory.plan import MemoryPlan
-from rft.memory.sizes import Problem, kept_by_recomputed, layer_bytes, recomputed_layers, state_bytes
+from rft.memory.plan import MemoryPlan, offloaded, recomputed
+from rft.memory.sizes import Problem, layer_weight_bytes, moved_bytes, recomputed_layers, state_bytes
 
 PLAIN_LAUNCH = 9.1e-3
 """Seconds of the host to launch one decoder layer forward and backward through PEFT's own modules: 4,096 tokens a micro-batch at 15,000
@@ -19,12 +19,19 @@ tok/s over 30 layers on an H200's host (SmolLM2-135M with LoRA, docs/design-note
 BETWEEN_KERNELS = 0.375e-3
 """Seconds of a decoder layer, forward and backward, in which no kernel runs: 12 ms of a step of 433 of the 8B over FP8 on an H200
 (docs/design-notes.md). Of every micro-batch, so that larger ones are faster."""
+MOVING = 1.5e-3
+"""Seconds of the host to send away and to fetch what a whole layer keeps: some 20 tensors, each with a copy and an event both ways."""
+MLP_LAUNCHES = 0.4
+"""Of a layer's launches, those of its MLP: each further piece makes them again, forward twice."""
 BACKWARD_OF_ATTENTION = 2.5
 """Times the forward: five products instead of two."""
 SMALL_HEADS = 0.9
 """Of the rate at head size 128, that at 64: 500 of 560 TFLOP/s."""
 DISK = 1.1e9
 """Bytes/s of a local disk, read or written, where it was not measured."""
+LEAST_FROZEN, LEAST_TRAINED = 1.07, 1.4
+"""Times the loss's products where the fewest logits exist at one time: 27.0 of 25.2 ms, and 53.4 of 38.2 ms where the logits are made
+twice (8192 x 4096 x 128256 on an H200, bench/kernels/linear_cross_entropy.py)."""
 FASTEST_ATTENTION = ("fa4", "cudnn")
 
 
@@ -68,7 +75,7 @@ def seconds(problem: Problem, plan: MemoryPlan, machinery: Machinery) -> Times:
     f, r = problem.facts, machinery.rates
     tokens = plan.micro_batch * problem.seq_len
     L = f.num_layers
-    share = recomputed_layers(plan.recompute, L) / max(L, 1)
+    share = recomputed_layers(plan, L) / max(L, 1)
     head = f.vocab_size * f.hidden_size
     layers = max(0, f.matmul_frozen + f.matmul_trained - head)
     trained = max(0, f.matmul_trained - (head if problem.trained_in_full else 0))
@@ -83,9 +90,15 @@ def seconds(problem: Problem, plan: MemoryPlan, machinery: Machinery) -> Times:
     linear = passes * tokens * (frozen - quantised) / plain_rate + passes * tokens * quantised / (r.fp8 or 1.0)
     if problem.trained_in_full:
         linear += (passes + 2) * tokens * trained / plain_rate
+    mlp = 3 * f.hidden_size * f.intermediate_size * L
     if plan.tiled_mlp > 1:  # forward once more, within the backward
-        linear += 2 * tokens * 3 * f.hidden_size * f.intermediate_size * L / plain_rate
+        linear += 2 * tokens * mlp / plain_rate
     parts["linears"] = linear
+    # every further piece reads the weights again in each of its passes, and adds the fp32 gradients of trained ones up
+    further = (plan.tiled_mlp - 1) * mlp
+    in_passes = (3 + share) * problem.itemsize + (10 if problem.trained_in_full else 0)
+    if further:
+        parts["pieces"] = further * in_passes / r.memory
 
     length = min(problem.document_tokens or problem.seq_len, problem.seq_len)
     q = f.num_heads * f.head_size
@@ -100,15 +113,23 @@ def seconds(problem: Problem, plan: MemoryPlan, machinery: Machinery) -> Times:
         parts["adapters"] = _adapter_bytes(problem, tokens, share) * L / r.memory
     if problem.base in ("nf4", "int8"):
         code = 0.52 if problem.base == "nf4" else 1.0
-        parts["dequantising"] = (2 + share) * f.linear_frozen * (code + problem.itemsize) / (0.88 * r.memory)
+        read = (2 + share) * f.linear_frozen + (3 + share) * further + (mlp if further else 0)
+        parts["dequantising"] = read * (code + problem.itemsize) / (0.88 * r.memory)
     labelled = tokens * problem.label_share
     products = (6.0 if problem.trained_in_full else 4.0) * labelled * head
+    if plan.chunk_rows == "least":
+        products *= LEAST_TRAINED if problem.trained_in_full else LEAST_FROZEN
     parts["loss"] = products / plain_rate + 3 * labelled * f.vocab_size * problem.itemsize / r.memory
     parts["between kernels"] = BETWEEN_KERNELS * L * (1 + share / 3)
     a_micro_batch = sum(parts.values())
     count = math.ceil(problem.packs / plan.micro_batch)
     if plan.offload != "none":
-        parts["waiting for copies"] = _copies(problem, plan, machinery, tokens, a_micro_batch)
+        parts["waiting for copies"] = _copies(problem, plan, machinery, parts, share)
+    if plan.offload_weights != "none":
+        fetching = layer_weight_bytes(problem) / r.host
+        compute = sum(parts.values())
+        forward = compute / (3 + share)
+        parts["fetching weights"] = max(0.0, fetching - forward) + max(0.0, fetching - (compute - forward))
     if problem.shards > 1:
         parts["waiting for weights"] = _gathering(problem, machinery, a_micro_batch)
     parts = {name: value * count for name, value in parts.items()}
@@ -124,7 +145,16 @@ def seconds(problem: Problem, plan: MemoryPlan, machinery: Machinery) -> Times:
     if problem.replicas > 1:
         transfer = _collective(2 * f.num_trained * 4, problem.replicas, machinery)
         parts["waiting for gradients"] = max(0.0, transfer - 0.6 * a_micro_batch)
-    a_layer = (r.launch if problem.kernels else PLAIN_LAUNCH) * (1 + share / 3)
+    launch = r.launch if problem.base in ("bf16", "fp8") else r.launch_packed
+    if plan.offload != "none":
+        launch += (
+            MOVING
+            * len(offloaded(recomputed(plan.recompute, L, plan.recompute_layers), L, plan.offload_layers))
+            / L
+            * (1 - share)
+        )
+    pieces = MLP_LAUNCHES * ((plan.tiled_mlp - 1) * (4 + share) / 3 + 1 / 3) if further else 0.0
+    a_layer = (launch if problem.kernels else PLAIN_LAUNCH) * (1 + share / 3 + pieces)
     return Times(parts, a_layer * L * count)
 
 
@@ -157,16 +187,14 @@ def _adapter_bytes(problem: Problem, tokens: int, share: float) -> float:
     return tokens * size * ((forward * (1 + share) + backward) * (1.0 if problem.kernels else 2.5))
 
 
-def _copies(problem: Problem, plan: MemoryPlan, machinery: Machinery, tokens: int, computing: float) -> float:
-    """What offloading sticks out of the computation: out while it goes forward (a third of the time), back in the rest."""
-    again = recomputed_layers(plan.recompute, problem.facts.num_layers)
-    if again:
-        moved = again * sum(kept_by_recomputed(problem, tokens, plan.recompute).values())
-    else:
-        moved = problem.facts.num_layers * sum(layer_bytes(problem, tokens).values())
+def _copies(problem: Problem, plan: MemoryPlan, machinery: Machinery, parts: dict[str, float], share: float) -> float:
+    """What offloading sticks out of the computation: out while it goes forward, where the loss makes its gradients too, back in the rest."""
+    moved, *_ = moved_bytes(problem, plan)
     link = machinery.rates.host if plan.offload == "cpu" else min(machinery.rates.host, machinery.disk)
     each_way = moved / link
-    return max(0.0, each_way - computing / 3) + max(0.0, each_way - computing * 2 / 3)
+    layers = sum(parts.values()) - parts["loss"]
+    forward = layers / (3 + share)
+    return max(0.0, each_way - forward - parts["loss"]) + max(0.0, each_way - (layers - forward))
 
 
 def _gathering(problem: Problem, machinery: Machinery, computing: float) -> float:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -216,18 +216,22 @@ def materialise(
     root: nn.Module | None = None,
     local_part: LocalPart = whole,
     codes: Codes | None = None,
+    on_host: Collection[int] = (),
 ) -> Any:
     """Give a meta model its memory on `device`, its buffers and its weights; adapters stay to be initialised.
 
     root: the module that owns everything (the trainee, where it is an FSDP root); default the model.
     local_part: says what this process holds of a parameter; default all of it. codes: asked first for what is held in fewer
-    bits (checkpoint/base_cache.py). One tensor of the checkpoint is in memory at a time. Raises ModelError for weights that do not fit, and for a buffer that nothing has written.
+    bits (checkpoint/base_cache.py). on_host: ids of parameters that are read into host memory. One tensor of the checkpoint is in memory at a time. Raises ModelError for weights that do not fit, and for a buffer that nothing has written.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     entries = plan_load(model, source)
     errors: dict[str, float] = {}
     shared = _shared_parameters(root if root is not None else model)
-    (root if root is not None else model).to_empty(device=torch.device(device))
+    owner: Any = root if root is not None else model
+    owner._apply(
+        lambda t: torch.empty_like(t, device="cpu" if id(t) in on_host else device)
+    )  # `to_empty`, with two places
     _tie_again(shared)
     with torch.no_grad():
         _make_buffers(base)

@@ -18,7 +18,7 @@ from rft.optim.groups import RuleOf, parameter_groups
 from rft.optim.home import Home
 from rft.optim.lion import Lion
 from rft.optim.muon import Muon
-from rft.optim.optimizer import Optimizer
+from rft.optim.optimizer import AwayWeights, Optimizer
 from rft.optim.rule import Rule
 
 
@@ -34,16 +34,19 @@ def build(
     seed: int = 0,
     kernels: bool = False,
     home: Home | None = None,
+    away: AwayWeights | None = None,
 ) -> Optimizer:
     """The optimizer over the trained parameters. `config.lr` is decided by then.
 
     embeddings, head: names of embedding tables and of the output head. seed: of stochastic rounding. kernels: whether rft's own may
-    be used. narrow_gradients, home: see Optimizer.
+    be used. narrow_gradients, home, away: see Optimizer.
     Raises Refused where the library or the sharding cannot serve it.
     """
     assert config.lr != "auto", "resolve() decides optim.lr"
     listed = list(named)
-    device = next((p.device for _, p in listed), torch.device("cpu"))
+    # where most of it is computed: weights that are away were read on the host
+    devices = [p.device for _, p in listed]
+    device = next((d for d in devices if d.type != "cpu"), devices[0] if devices else torch.device("cpu"))
     rule_of = RULES[type(config)](config, device, embeddings | head)
     groups = parameter_groups(listed, config, config.lr, embeddings, rule_of=rule_of)
     for group in groups:
@@ -58,6 +61,7 @@ def build(
         seed=seed,
         in_backward=config.in_backward,
         home=home,
+        away=away,
     )
 
 

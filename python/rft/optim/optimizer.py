@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,26 @@ from rft.optim.rounding import Noise
 from rft.optim.rule import Item, Rule, local, scale_gradients
 
 STEP = "step"
+
+
+class AwayWeights(Protocol):
+    """Weights that the module computes with and that lie on the host, but for the layer that is worked on (memory/weights.py)."""
+
+    def covered(self) -> dict[int, int]:
+        """id of each parameter that lies there, or will -> its layer."""
+        ...
+
+    def take(self, parameter: nn.Parameter, layer: int) -> None:
+        """Move it there."""
+        ...
+
+    def changed(self, parameter: nn.Parameter) -> None:
+        """Its values on the device are new."""
+        ...
+
+    def home_of(self, parameter: nn.Parameter) -> Tensor | None:
+        """Where its values lie, up to date and free to be written; None where it is on the device."""
+        ...
 
 
 class Optimizer:
@@ -25,7 +45,8 @@ class Optimizer:
     and parameter are one tensor; then bf16 weights are rounded stochastically. keep: names of parameters that the module computes
     with as they are. narrow_gradients: names of parameters whose gradient may stay in compute_dtype, since nothing is added to it: of
     one use in the model, one micro-batch a step, one rank. in_backward: update each parameter when its gradient is complete, and free that. home: where states, and masters
-    that are tensors of their own, lie between steps; None = on the parameter's device.
+    that are tensors of their own, lie between steps; None = on the parameter's device. away: where the module's own tensors of
+    some parameters lie; they are updated in backward.
     """
 
     def __init__(
@@ -38,18 +59,20 @@ class Optimizer:
         seed: int = 0,
         in_backward: bool = False,
         home: Home | None = None,
+        away: AwayWeights | None = None,
     ):
         self.param_groups = groups
         self.in_backward = in_backward
         self.updating = False
         """Whether a step was begun and has not ended: some weights may be changed, others not."""
-        self._home = home
+        self._home, self._away = home, away
         self._noise = Noise(seed)
         self._parameters: dict[str, nn.Parameter] = {}
         self._masters: dict[str, Tensor] = {}
         self._states: dict[str, dict[str, Tensor]] = {}
         self._steps: dict[str, int] = {}
         self._norms: list[Tensor] = []
+        layers = {} if away is None else away.covered()
         for group in groups:
             for name, parameter in zip(group["names"], group["params"], strict=True):
                 narrow = parameter.dtype if name in keep or compute_dtype is None else compute_dtype
@@ -58,6 +81,8 @@ class Optimizer:
                     self._masters[name] = master = _split(parameter, narrow, name in narrow_gradients)
                     if home is not None:
                         self._masters[name] = home.keep(master)
+                if away is not None and id(parameter) in layers:
+                    away.take(parameter, layers[id(parameter)])
                 if in_backward:
                     parameter.register_post_accumulate_grad_hook(self._arrival(group, name))
         self._copies = [n for n, p in self._parameters.items() if self._masters[n] is not p]
@@ -108,6 +133,8 @@ class Optimizer:
             assert parameter.grad is not None
             self._norms.append(torch.linalg.vector_norm(parameter.grad, dtype=torch.float32))
             self._update(group, [name])
+            if self._away is not None:
+                self._away.changed(self._parameters[name])
             parameter.grad = None
 
         return arrived
@@ -165,7 +192,13 @@ class Optimizer:
     def named_masters(self) -> dict[str, Tensor]:
         """Every trained tensor in the type that it is kept in, detached, by its name in the trainee."""
         self._settle()
-        return {name: master.detach() for name, master in self._masters.items()}
+        return {name: self._lasting(name).detach() for name in self._masters}
+
+    def _lasting(self, name: str) -> Tensor:
+        """The trained tensor itself, wherever it lies."""
+        parameter, master = self._parameters[name], self._masters[name]
+        home = self._away.home_of(parameter) if self._away is not None and master is parameter else None
+        return master if home is None else home
 
     @torch.no_grad()
     def load_masters(self, named: dict[str, Tensor]) -> None:
@@ -173,8 +206,12 @@ class Optimizer:
         self._settle()
         for name, master in self._masters.items():
             if master.device.type != "meta":
-                master.copy_(named[name])
-        self._refresh(self._copies, self._masters)
+                self._lasting(name).copy_(named[name])
+        lying = {n: None if self._away is None else self._away.home_of(self._parameters[n]) for n in self._copies}
+        self._refresh([n for n, home in lying.items() if home is None], self._masters)
+        for name, home in lying.items():
+            if home is not None:
+                home.copy_(self._masters[name])
 
     def allocate_state(self) -> None:
         """States as before the first step where none was made yet, so that a checkpoint can be read into them."""

@@ -51,7 +51,7 @@ class PackedLinear(nn.Module):
     def rft_held(self) -> nf4.Weight | int8.Weight:
         """As the fused operations take it."""
         kind: Any = nf4.Weight if self.kind == "nf4" else int8.Weight
-        return kind(*(self.get_buffer(name) for name in kind._fields))  # type: ignore[no-any-return]
+        return kind(*(self._buffers[name] for name in kind._fields))  # type: ignore[no-any-return]
 
     @property
     def weight(self) -> Tensor:

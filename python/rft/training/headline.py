@@ -92,9 +92,9 @@ def expected(planned: Planned, world_size: int, steps: int) -> list[str]:
     """Memory, speed and time of so many steps, as planned."""
     plan, chosen = planned.chosen.plan, planned.chosen
     every = f"every {plan.recompute}" if isinstance(plan.recompute, int) else plan.recompute
-    saved = [f"recompute {every}"]
+    saved = [f"recompute {every}{_of(plan.recompute_layers)}"]
     if plan.offload != "none":
-        saved.append(f"offload to {plan.offload}")
+        saved.append(f"offload to {plan.offload}{_of(plan.offload_layers)}")
     if plan.tiled_mlp > 1:
         saved.append(f"MLPs in {plan.tiled_mlp} tiles")
     return [
@@ -102,6 +102,10 @@ def expected(planned: Planned, world_size: int, steps: int) -> list[str]:
         f"peak {chosen.sizes.peak / 2**30:.1f} GiB of {planned.budget / 2**30:.0f}",
         f"about {planned.tokens_per_second * world_size:,.0f} tok/s, {duration(steps * chosen.seconds)}",
     ]
+
+
+def _of(layers: int | None) -> str:
+    return "" if layers is None else f" of {counted(layers, 'layer')}"
 
 
 FEW_STEPS = 10

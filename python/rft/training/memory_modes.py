@@ -16,6 +16,7 @@ from rft.errors import Refused, unusable_folder
 from rft.memory.disk import DiskFile
 from rft.memory.host_pool import HostPool
 from rft.memory.offload import Offloader
+from rft.memory.plan import MemoryPlan, offloaded, recomputed
 from rft.memory.recompute import apply_recompute
 from rft.memory.tiled_mlp import apply_tiled_mlp
 from rft.models.attention import NAME, why_not_kept
@@ -47,8 +48,10 @@ def save_memory(job: Job, trainee: Trainee, layers: list[torch.nn.Module], run_d
         offloader = build_offloader(job, len(layers), offload_folder(job.config, run_dir))
         # a plain attribute: no submodule, so no parameter changes its name
         object.__setattr__(trainee, "offloader", offloader)
-        receipts.apply(f"offload to {memory.offload}", len(layers), len(layers), offloader.describe())
-    again = apply_recompute(layers, memory.recompute, offloader)
+        receipts.apply(f"offload to {memory.offload}", offloader.num_leaving, len(layers), offloader.describe())
+    of = MemoryPlan.of(job.config).recompute_layers
+    weights = getattr(trainee, "weights", None)
+    again = apply_recompute(layers, memory.recompute, offloader, count=of, weights=weights)
     if not again:
         return
     receipts.apply("recompute", again, len(layers), "layers keep their input and are computed again")
@@ -82,7 +85,10 @@ def build_offloader(job: Job, num_layers: int, folder: Path) -> Offloader:
     disk = DiskFile(folder) if memory.offload == "disk" else None
     pool = HostPool(limit, pinned=world.device.type == "cuda", disk=disk)
     keep = int(memory.offload_keep * 2**30)
-    return Offloader(memory.offload, world.device, pool, num_layers, device_bytes=keep)
+    plan = MemoryPlan.of(job.config)
+    again = recomputed(plan.recompute, num_layers, plan.recompute_layers)
+    leaving = offloaded(again, num_layers, plan.offload_layers)
+    return Offloader(memory.offload, world.device, pool, num_layers, device_bytes=keep, leaving=leaving)
 
 
 def offload_folder(config: Config, run_dir: Path | None = None) -> Path:

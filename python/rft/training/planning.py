@@ -296,6 +296,9 @@ def _changes(config: Config, made: Answer) -> Iterator[_Change]:
         yield one("loss", chunk_rows="least")
     if config.adapter.name == "lora" and config.model.base_weights != "nf4":
         yield one("model", base_weights="nf4")
+    one_update = config.adapter.name == "lora" or config.optim.in_backward
+    if config.model.base_weights == "bf16" and config.memory.offload_weights == "none" and one_update:
+        yield one("memory", offload_weights="cpu")
     if config.adapter.name == "none":
         yield one("optim", name="adamw_8bit")
         yield one("memory", offload_states="cpu")

@@ -124,6 +124,7 @@ def changes(old: MemoryPlan, new: MemoryPlan) -> list[str]:
     for field in dataclasses.fields(MemoryPlan):
         before, after = getattr(old, field.name), getattr(new, field.name)
         if before != after:
+            after = "all" if after is None else after
             shown = f'"{after}"' if isinstance(after, str) else str(after).lower()
             found.append(f"{tables.get(field.name, 'memory')}.{field.name} = {shown}")
     return found
@@ -172,6 +173,8 @@ class Replanner:
 def _ladder(now: MemoryPlan, layers: list[torch.nn.Module]) -> list[tuple[str, Any]]:
     """Next values by key, the cheapest in time first, where no planner weighs them."""
     steps: list[tuple[str, Any]] = []
+    if now.recompute_layers is not None:
+        steps.append(("recompute_layers", None))
     if why_not(layers) is None:
         if now.recompute == "none" or isinstance(now.recompute, int):
             steps.append(("recompute", "selective"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rft.config.adapter import LoraConfig
@@ -44,6 +44,7 @@ class _Deciding:
         """shown: what the reader is told where `value` is a whole table."""
         table, name = key.split(".")
         self.changes.setdefault(table, {})[name] = value
+        self.decisions = [d for d in self.decisions if d.key != key]  # decided again: the last word counts
         self.decisions.append(shown or Decision(key, value, reason))
 
 
@@ -252,6 +253,15 @@ def _check_memory(deciding: _Deciding, config: Config, facts: Facts, machine: Ma
             wanted=f"at most {L}",
             do='set memory.recompute = "full", "selective" or "none", or a number of layers of which one is computed again',
         )
+    for key in ("recompute_layers", "offload_layers"):
+        given = getattr(memory, key)
+        if isinstance(given, int) and given > L:
+            raise ConfigError(
+                f"memory.{key} = {given}",
+                f"the model has {counted(L, 'decoder layer')}",
+                wanted=f"at most {L}",
+                do=f'lower memory.{key}, or set it to "all"',
+            )
     keep = 1 if config.model.keep_ends is None else config.model.keep_ends
     if config.model.base_weights == "fp8" and 2 * keep >= L:
         raise ConfigError(
@@ -311,6 +321,20 @@ def _check_optim(deciding: _Deciding, config: Config, machine: Machine) -> None:
             wanted="one process",
             do="leave out train.on_oom; `rft plan` says what fits",
         )
+    if config.memory.offload_weights != "none" and machine.world_size > 1:
+        raise ConfigError(
+            'memory.offload_weights = "cpu"',
+            f"{machine.world_size} processes would each fetch the whole model for every layer",
+            wanted="one process",
+            do='leave out memory.offload_weights, and set parallel.data = "shard"',
+        )
+    wide = config.adapter.name == "none" and config.train.precision == "bf16" and config.train.master == "float32"
+    if config.memory.offload_weights != "none" and config.memory.offload_states == "none" and wide:
+        raise ConfigError(
+            'memory.offload_weights = "cpu"',
+            "the fp32 masters would stay on the GPU: twice of what leaves it",
+            do='set memory.offload_states = "cpu", or train.master = "bfloat16"',
+        )
     mode = deciding.changes.get("parallel", {}).get("data", config.parallel.data)
     if config.memory.offload_states != "none" and mode == "shard" and machine.world_size > 1:
         raise ConfigError(
@@ -350,22 +374,31 @@ def _decide_memory(
             deciding.set("train.micro_batch", 1, "a CPU gains nothing from more packs at once")
         for key in autos:
             value, reason = _ON_A_CPU[key]
+            if key == "recompute" and memory.offload_weights != "none":
+                value, reason = "full", "memory.offload_weights"
             deciding.set(f"memory.{key}", value, reason)
         return
     now, _ = _apply(config, deciding)
     one = _one_pack_reason(now, isolates)
-    planned = planner.plan(
-        *memory_problem(now, facts, machine, kernels=kernels, can_recompute=can, one_pack=one is not None)
+    least = kernels and config.loss.chunk_rows == "auto"
+    problem, given, machinery = memory_problem(
+        now, facts, machine, kernels=kernels, can_recompute=can, one_pack=one is not None
     )
+    planned = planner.plan(problem, replace(given, least_loss=least), machinery)
     if train.micro_batch == "auto":
         deciding.set("train.micro_batch", planned.chosen.plan.micro_batch, one or planned.why_micro_batch())
     for key in autos:
-        deciding.set(f"memory.{key}", getattr(planned.chosen.plan, key), getattr(planned, f"why_{key}")())
+        value = getattr(planned.chosen.plan, key)
+        deciding.set(f"memory.{key}", "all" if value is None else value, getattr(planned, f"why_{key}")())
+    if planned.chosen.plan.chunk_rows != now.loss.chunk_rows:
+        deciding.set("loss.chunk_rows", planned.chosen.plan.chunk_rows, planned.why_chunk_rows())
 
 
 _ON_A_CPU: dict[str, tuple[Any, str]] = {
     "recompute": ("none", "a CPU run keeps everything"),
+    "recompute_layers": ("all", "memory.recompute is none"),
     "offload": ("none", "a CPU run keeps everything where it is"),
+    "offload_layers": ("all", "memory.offload is none"),
     "tiled_mlp": (1, "a CPU run computes whole MLPs"),
 }
 
@@ -414,8 +447,15 @@ def memory_problem(
     )
     chosen: dict[str, Any] = {
         key: None if getattr(memory, key) == "auto" else getattr(memory, key)
-        for key in ("recompute", "offload", "tiled_mlp", "offload_states")
-        if key in type(memory).model_fields
+        for key in (
+            "recompute",
+            "recompute_layers",
+            "offload",
+            "offload_layers",
+            "tiled_mlp",
+            "offload_states",
+            "offload_weights",
+        )
     }
     if facts.is_moe and chosen.get("tiled_mlp") is None:
         chosen["tiled_mlp"] = 1  # experts are no MLP whose rows are independent
@@ -448,7 +488,8 @@ def planned_for(
     isolates: bool,
 ) -> planner.Planned:
     """What the planner expects of a resolved config, beside what else there would be."""
-    auto = config.model_copy(update={"memory": config.memory.model_copy(update={"recompute": "auto"})})
+    free = {"recompute": "auto", "recompute_layers": "auto"}
+    auto = config.model_copy(update={"memory": config.memory.model_copy(update=free)})
     one = _one_pack_reason(config, isolates) is not None
     problem, given, machinery = memory_problem(
         auto, facts, machine, kernels=kernels, can_recompute=can_recompute, one_pack=one

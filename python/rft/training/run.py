@@ -14,6 +14,7 @@ from rft.config.root import Config
 from rft.losses import SftLoss
 from rft.memory.planner import Planned
 from rft.optim import Optimizer, Schedule
+from rft.training.cuda_graph import MicroBatchGraphs
 from rft.training.decision import Decision
 from rft.training.flops import FlopCounter
 from rft.training.trainee import Trainee
@@ -64,6 +65,8 @@ class Run:
     receipts: dict[str, Any] = field(default_factory=dict)
     planned: Planned | None = None
     """What the planner expects of a step; None on a CPU."""
+    graphs: MicroBatchGraphs | None = None
+    """Forward and backward of a micro-batch as CUDA graphs, where `train.cuda_graph` asks for it."""
     replanner: Replanner | None = None
     """What a step that runs out of memory does next."""
     saved_step: int | None = None

@@ -28,6 +28,7 @@ from rft.errors import ConfigError, Refused
 from rft.losses import SftLoss
 from rft.memory import planner
 from rft.memory.recompute import why_not as why_no_recompute
+from rft.memory.weights import WeightStream
 from rft.models.attention import choose_backend, install_attention
 from rft.models.aux_loss import RouterLoss
 from rft.models.backbone import Backbone, decoder_layers
@@ -47,6 +48,7 @@ from rft.parallel.fsdp import local_part
 from rft.parallel.mesh import World
 from rft.quant.packed import Packed, place
 from rft.ranks import plain_number
+from rft.training.cuda_graph import BY_BORDERS, MicroBatchGraphs
 from rft.training.flops import count_flops
 from rft.training.job import DTYPES, Job
 from rft.training.known import Known
@@ -64,6 +66,7 @@ from rft.training.resolve import (
 )
 from rft.training.resume import accumulate_on_resume
 from rft.training.run import Run
+from rft.training.rundir import write_run_files
 from rft.training.signals import Signals
 from rft.training.state import TrainState, resume_state
 from rft.training.trackers import check_trackers
@@ -127,7 +130,13 @@ def inspect_job(config: Config, world: World, *, kernels: bool | None = None) ->
     known = Known(
         facts=facts,
         machine=machine,
-        attention=choose_backend(config.model.attention, world.device, compute_dtype, probed.needs),
+        attention=choose_backend(
+            config.model.attention,
+            world.device,
+            compute_dtype,
+            probed.needs,
+            first=BY_BORDERS if config.train.cuda_graph else (),
+        ),
         chunk_rows=rows,
         kernels=not no_kernels,
         isolates=probed.isolates,
@@ -240,6 +249,8 @@ def build_run(job: Job, run_dir: Path, checkpoint: Checkpoint | None) -> Run:
         planned=job.planned,
         replanner=Replanner(job, run_dir),
     )
+    if config.train.cuda_graph:
+        run.graphs = build_graphs(job, run)
     seed_everything(
         config.train.seed + job.world.rank
     )  # dropout differs by rank, and does not depend on how weights were read
@@ -247,6 +258,49 @@ def build_run(job: Job, run_dir: Path, checkpoint: Checkpoint | None) -> Run:
         resume_state(run, checkpoint)
         run.saved_step, run.saved_path = checkpoint.step, checkpoint.path
     return run
+
+
+def why_no_graph(job: Job) -> str | None:
+    """Why a micro-batch of this job cannot be a CUDA graph, or None."""
+    config = job.config
+    if job.world.device.type != "cuda":
+        return f"a {job.world.device.type} has no CUDA graphs"
+    if job.world.world_size > 1:
+        return f"{job.world.world_size} ranks sum their gradients during the backward, outside of a graph"
+    if config.memory.recompute != "none" or config.memory.offload != "none":
+        saves = f'recompute "{config.memory.recompute}", offload "{config.memory.offload}"'
+        return f"the memory plan needs {saves}, which a graph cannot hold"
+    if config.model.attention not in BY_BORDERS:
+        return f"attention {config.model.attention} needs every document's length on the host; {' and '.join(BY_BORDERS)} do not"
+    needs = job.probed.needs
+    if not job.probed.isolates or needs.chunk:
+        return "this model needs the documents' lengths on the host"
+    return "experts take as many tokens as each batch gives them" if job.facts.is_moe else None
+
+
+def build_graphs(job: Job, run: Run) -> MicroBatchGraphs:
+    """Raises Refused where there can be none; what only shows when a graph is made is told by a receipt."""
+    why = why_no_graph(job)
+    if why:
+        raise Refused("train.cuda_graph = true", why, do="set train.cuda_graph = false")
+    drops = isinstance(job.config.adapter, LoraConfig) and job.config.adapter.dropout > 0
+
+    def tell(checked: dict[str, float] | None, why_not: str | None) -> None:
+        if why_not is not None:
+            job.receipts.decline("cuda graph", 1, why_not)
+            log.warn(f"no CUDA graph: {why_not}")
+        else:
+            how = "forward and backward of a micro-batch, one graph for each shape" + (
+                "; not compared, since dropout draws anew" if drops else ""
+            )
+            job.receipts.apply("cuda graph", 1, 1, how, checked)
+            log.say("graph", how)
+        run.receipts = job.receipts.to_json()
+        if run.is_main and run.prepared is not None:
+            write_run_files(run)
+
+    trained = [p for p in run.trainee.parameters() if p.requires_grad]
+    return MicroBatchGraphs(run.trainee, trained, run.losses.terms, run.device, tell, compare=not drops)
 
 
 def refuse_many_updates(job: Job, packs_per_step: int) -> None:
@@ -277,6 +331,7 @@ def build_trainee(job: Job, run_dir: Path | None = None) -> Trainee:
     backbone = Backbone(model, attention, router_logits=losses.router, isolate=job.probed.isolates)
     trainee = Trainee(model, backbone, head, losses, router=router)
     layers = list(decoder_layers(model))
+    weights = weights_on_host(job, trainee, layers)
     save_memory(job, trainee, layers, run_dir)
     mixed = job.compute_dtype if job.compute_dtype != job.master_dtype else None
     parallelize(trainee, world, job.mode, layers=layers, compute_dtype=mixed)  # type: ignore[arg-type]
@@ -286,7 +341,8 @@ def build_trainee(job: Job, run_dir: Path | None = None) -> Trainee:
     packed = pack_base(job, layers) if config.model.base_weights in ("nf4", "int8") else None
     cache = BaseCache.of(job.source, packed, world.device, config.model.cache_gb) if packed is not None else None
     codes = cache.codes if cache is not None else None
-    materialise(model, job.source, world.device, root=trainee, local_part=local_part, codes=codes)
+    on_host = () if weights is None else weights.covered()
+    materialise(model, job.source, world.device, root=trainee, local_part=local_part, codes=codes, on_host=on_host)
     if packed is not None:
         tell_packed(job, packed, cache)
     settle_dynamic(model, config.model.rope.target_length)
@@ -294,9 +350,23 @@ def build_trainee(job: Job, run_dir: Path | None = None) -> Trainee:
         initialise(model, config.adapter, seed=config.train.seed, local_part=local_part)
     if config.model.base_weights == "fp8":
         quantise_to_fp8(job, layers)
+    if weights is not None:
+        weights.take_frozen()
     if job.mode == "replicate":
         apply_replicate(trainee, world)
     return trainee.train()
+
+
+def weights_on_host(job: Job, trainee: Trainee, layers: list[torch.nn.Module]) -> WeightStream | None:
+    """Where the weights of the layers lie when not on the GPU; None: they do."""
+    if job.config.memory.offload_weights == "none":
+        return None
+    if why := why_no_recompute(layers):
+        raise Refused('memory.offload_weights = "cpu"', why, do="leave out memory.offload_weights")
+    weights = WeightStream(layers, job.world.device)
+    # a plain attribute: no submodule, so no parameter changes its name
+    object.__setattr__(trainee, "weights", weights)
+    return weights
 
 
 def pack_base(job: Job, layers: list[torch.nn.Module]) -> Packed:
@@ -401,6 +471,7 @@ def build_optimizer(
     tables = {id(p) for m in trainee.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters()}
     model: Any = trainee.model
     output = {id(p) for p in model.get_output_embeddings().parameters()}
+    weights: WeightStream | None = getattr(trainee, "weights", None)
     home = None
     if memory.offload_states != "none":
         home = Home(memory.offload_states, job.world.device, offload_folder(config, run_dir))
@@ -415,8 +486,11 @@ def build_optimizer(
         seed=config.train.seed,
         kernels=job.kernels,
         home=home,
+        away=weights,
     )
     tell_optimizer(job, optimizer)
+    if weights is not None:
+        job.receipts.apply("weights on cpu", job.facts.num_layers, job.facts.num_layers, weights.describe())
     return optimizer
 
 

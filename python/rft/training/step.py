@@ -46,13 +46,8 @@ def train_step(run: Run, micro_batches: list[Batch]) -> StepResult:
     shares = {term: torch.zeros((), device=run.device) for term in run.losses.terms}
     for batch in micro_batches:
         give_up_if_asked(run, start)
-        terms = run.trainee(batch)  # {"next_token": sum, ...}
-        # A term that no token of the whole step has is 0, and so is its gradient.
-        normalised = {term: value / (counts[term] or 1.0) for term, value in terms.items()}
-        with reduce_gradients(run.trainee, last=batch is micro_batches[-1]):
-            sum(normalised.values()).backward()
-        for term, value in normalised.items():
-            shares[term] += value.detach()
+        for term, value in forward_backward(run, batch, counts, last=batch is micro_batches[-1]).items():
+            shares[term] += value
     lr = run.schedule.lr
     if run.optimizer.in_backward:
         norm = run.optimizer.norm_in_backward()
@@ -63,6 +58,18 @@ def train_step(run: Run, micro_batches: list[Batch]) -> StepResult:
     run.schedule.step()
     run.optimizer.zero_grad()
     return StepResult(shares, norm, counts, lr)
+
+
+def forward_backward(run: Run, batch: Batch, counts: dict[str, float], *, last: bool) -> dict[str, Tensor]:
+    """Gradients of a micro-batch are added to `.grad`. Its normalised terms, detached. last: of the step."""
+    if run.graphs is not None:
+        return run.graphs(batch, counts)
+    terms = run.trainee(batch)  # {"next_token": sum, ...}
+    # A term that no token of the whole step has is 0, and so is its gradient.
+    normalised = {term: value / (counts[term] or 1.0) for term, value in terms.items()}
+    with reduce_gradients(run.trainee, last=last):
+        sum(normalised.values()).backward()
+    return {term: value.detach() for term, value in normalised.items()}
 
 
 def count(run: Run, batch: Batch) -> dict[str, float]:

@@ -1,0 +1,271 @@
+"""Forward and backward of a micro-batch as a CUDA graph: captured once for each shape, replayed for every batch of that shape.
+
+A micro-batch of a small model, or of few tokens, takes as long as the host takes to launch its kernels; a graph is launched at once. Packs
+have one length already. What else a batch has is filled up, so that few shapes occur: empty documents behind the last one, a bound for the
+longest, a bound for the labelled rows (those beyond are ignored). T tokens.
+
+A shape's first batch runs filled up but launched one by one, so that every kernel is compiled; with its second the graph is captured.
+The first graph is compared with both of those batches as they came, neither filled up nor captured. What cannot be captured, or differs,
+goes on without, and says so.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rft.closeness import relative_error
+from rft.data.batch import Batch
+
+DOCUMENTS = 32
+"""Documents are filled up to a multiple of this: an empty one costs attention one look at its borders."""
+LABEL_PARTS = 8
+"""Labelled rows are filled up to a multiple of T over this: at most an eighth of the loss is computed for nothing."""
+MOST_SHAPES = 12
+"""Graphs of one run. They share their memory; each costs the time of its capture, and some MiB of launches."""
+BY_BORDERS = ("fa4", "varlen")
+"""Backends of attention that read the documents' borders on the device, and nothing but a bound of their lengths on the host."""
+ALLOWED = 1e-2
+"""Relative error of loss and gradient against the same batch without a graph, in bf16; attention's backward alone may differ by 1e-3."""
+
+
+class Shape(NamedTuple):
+    """What a graph is fixed to."""
+
+    tokens: int
+    documents: int
+    longest: int
+    labels: int
+    weighted: bool
+
+
+def shape_of(batch: Batch) -> Shape:
+    """Of the filled-up batch."""
+    T = batch.input_ids.shape[1]
+    part = -(-T // LABEL_PARTS)
+    return Shape(
+        tokens=T,
+        documents=-(-len(batch.lengths) // DOCUMENTS) * DOCUMENTS,
+        longest=min(1 << (batch.max_length - 1).bit_length(), T),
+        labels=min(T, max(1, -(-batch.num_label_tokens // part)) * part),
+        weighted=batch.weights is not None,
+    )
+
+
+class _Inputs:
+    """Tensors that stay where they are: a graph reads them, every batch is copied into them."""
+
+    def __init__(self, shape: Shape, terms: tuple[str, ...], device: torch.device):
+        T = shape.tokens
+        self.shape = shape
+        self.ids, self.labels, self.positions = (torch.zeros(1, T, dtype=torch.int64, device=device) for _ in range(3))
+        self.ends = torch.zeros(shape.documents + 1, dtype=torch.int32, device=device)
+        self.weights = torch.zeros(1, T, device=device) if shape.weighted else None
+        self.shares = {term: torch.zeros((), device=device) for term in terms}
+
+    def fill(self, batch: Batch, counts: Mapping[str, float]) -> None:
+        self.ids.copy_(batch.input_ids)
+        self.labels.copy_(batch.labels)
+        self.positions.copy_(batch.position_ids)
+        number = batch.cu_seqlens.numel()
+        self.ends[:number].copy_(batch.cu_seqlens)
+        self.ends[number:].fill_(self.shape.tokens)
+        if self.weights is not None and batch.weights is not None:
+            self.weights.copy_(batch.weights)
+        for term, share in _shares(counts, tuple(self.shares)).items():
+            self.shares[term].fill_(share)
+
+    def batch(self) -> Batch:
+        """A new one each time: what a batch makes of its tensors, and keeps, has to be made inside the graph."""
+        T, longest = self.shape.tokens, self.shape.longest
+        whole, rest = divmod(T, longest)
+        lengths = (longest,) * whole + ((rest,) if rest else ())
+        return Batch(
+            self.ids, self.labels, self.positions, self.ends, self.weights,
+            lengths=lengths, pack_tokens=(T,), num_tokens=T, num_label_tokens=self.shape.labels, label_weight=float(self.shape.labels),
+        )  # fmt: skip
+
+
+class Outcome(NamedTuple):
+    """Of a micro-batch: normalised terms, and the gradient of each trained parameter that has one."""
+
+    terms: dict[str, Tensor]
+    gradients: dict[nn.Parameter, Tensor]
+
+
+@dataclass
+class _Graph:
+    graph: Any
+    inputs: _Inputs
+    outcome: Outcome
+    """Written anew by each replay."""
+
+
+@dataclass
+class _Seen:
+    """A shape's first batch, kept until its second comes."""
+
+    inputs: _Inputs
+    first: tuple[Batch, dict[str, float], Outcome] | None = None
+
+
+def _shares(counts: Mapping[str, float], terms: tuple[str, ...]) -> dict[str, Tensor | float]:
+    """What each term is multiplied by. A term that no token of the whole step has is 0, and so is its gradient."""
+    return {term: 1.0 / (counts[term] or 1.0) for term in terms}
+
+
+@dataclass
+class MicroBatchGraphs:
+    """Runs micro-batches of `trainee`, adding to `.grad` of its trained parameters as a backward does.
+
+    terms: names of the loss terms. tell: called once with (largest relative errors by name, None), or with (None, why there is no graph).
+    compare: whether the first graph is compared; not where dropout draws anew.
+    """
+
+    trainee: Callable[[Batch], dict[str, Tensor]]
+    parameters: list[nn.Parameter]
+    terms: tuple[str, ...]
+    device: torch.device
+    tell: Callable[[dict[str, float] | None, str | None], None] = lambda checked, why: None
+    compare: bool = True
+    off: bool = False
+    replays: int = 0
+    _graphs: dict[Shape, _Graph] = field(default_factory=dict)
+    _seen: dict[Shape, _Seen] = field(default_factory=dict)
+    _pool: Any = None
+    _lent: bool = False
+    """Whether `.grad` is what a graph writes to."""
+
+    def __call__(self, batch: Batch, counts: Mapping[str, float]) -> dict[str, Tensor]:
+        """The normalised terms, detached. counts: denominator of each term."""
+        if self.off:
+            return self._launched(batch, _shares(counts, self.terms))
+        shape = shape_of(batch)
+        made = self._graphs.get(shape)
+        if made is not None:
+            made.inputs.fill(batch, counts)
+            return self._replay(made)
+        seen = self._seen.get(shape)
+        if seen is None:
+            seen = self._seen[shape] = _Seen(_Inputs(shape, self.terms, self.device))
+            if self.compare and not self._graphs:
+                seen.first = (batch, dict(counts), self._truth(batch, counts))
+        elif len(self._graphs) < MOST_SHAPES:
+            made = self._made(seen, batch, counts)
+            if made is None:
+                return self._launched(batch, _shares(counts, self.terms))
+            self._graphs[shape] = made
+        seen.inputs.fill(batch, counts)
+        return self._launched(seen.inputs.batch(), seen.inputs.shares)
+
+    def _launched(self, batch: Batch, shares: Mapping[str, Tensor | float]) -> dict[str, Tensor]:
+        """Without a graph."""
+        before = self._take_gradients()
+        outcome = self._eager(batch, shares)
+        self._add(before, outcome.gradients, lent=False)
+        return outcome.terms
+
+    def _eager(self, batch: Batch, shares: Mapping[str, Tensor | float]) -> Outcome:
+        """Forward and backward with no gradient there yet: what is found afterwards is this batch's."""
+        terms = {term: value * shares[term] for term, value in self.trainee(batch).items()}
+        torch.stack(list(terms.values())).sum().backward()
+        found = {p: p.grad for p in self.parameters if p.grad is not None}
+        return Outcome({term: value.detach() for term, value in terms.items()}, found)
+
+    def _truth(self, batch: Batch, counts: Mapping[str, float]) -> Outcome:
+        """Of the batch as it came. `.grad` is left as it was."""
+        before = self._take_gradients()
+        found = self._eager(batch, _shares(counts, self.terms))
+        self._take_gradients()
+        self._add(before, {}, lent=False)
+        return found
+
+    def _made(self, seen: _Seen, batch: Batch, counts: Mapping[str, float]) -> _Graph | None:
+        """The graph of a shape; None, once and for all, where there can be none."""
+        compared = self.compare and not self._graphs
+        truth = self._truth(batch, counts) if compared else None
+        seen.inputs.fill(batch, counts)
+        before = self._take_gradients()
+        try:
+            made = self._capture(seen.inputs)
+        except RuntimeError as error:  # whatever CUDA says of what may not be captured, or no memory
+            self._give_up(f"it cannot be captured: {' '.join(str(error).split())[:200]}")
+            return None
+        finally:
+            self._take_gradients()
+            self._add(before, {}, lent=False)
+        errors = {} if truth is None else self._error(made, truth, "batch")
+        if truth is not None and seen.first is not None:
+            first, of_first, outcome = seen.first
+            made.inputs.fill(first, of_first)
+            errors |= self._error(made, outcome, "other batch")
+        seen.first = None
+        worst = max(errors.values(), default=0.0)
+        if not worst <= ALLOWED:
+            self._give_up(f"it differs from the same batch without a graph by {worst:.1e} (allowed {ALLOWED:g})")
+            return None
+        if not self._graphs:
+            self.tell(errors, None)
+        return made
+
+    def _capture(self, inputs: _Inputs) -> _Graph:
+        graph = torch.cuda.CUDAGraph()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        gc.collect()
+        # thread_local: another thread may fill the next batch meanwhile
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            outcome = self._eager(inputs.batch(), inputs.shares)
+        return _Graph(graph, inputs, outcome)
+
+    def _error(self, made: _Graph, truth: Outcome, name: str) -> dict[str, float]:
+        """Relative errors of loss and gradient of the graph, over the batch that lies in its inputs."""
+        made.graph.replay()
+        pairs = [(made.outcome.gradients.get(p), g) for p, g in truth.gradients.items()]
+        norm = torch.stack([g.float().norm() for _, g in pairs]).norm()
+        off = torch.stack([(g.float() if own is None else own.float() - g.float()).norm() for own, g in pairs]).norm()
+        return {
+            f"{name} gradient": float(off / norm.clamp_min(1e-20)),
+            f"{name} loss": max(relative_error(made.outcome.terms[t], v) for t, v in truth.terms.items()),
+        }
+
+    def _replay(self, made: _Graph) -> dict[str, Tensor]:
+        before = self._take_gradients()
+        made.graph.replay()
+        self.replays += 1
+        self._add(before, made.outcome.gradients, lent=True)
+        return {term: value.clone() for term, value in made.outcome.terms.items()}
+
+    def _take_gradients(self) -> dict[nn.Parameter, Tensor]:
+        """What earlier micro-batches left, safe from the next replay; `.grad` is None then."""
+        found = {p: p.grad for p in self.parameters if p.grad is not None}
+        if found and self._lent:
+            found = dict(zip(found, torch._foreach_add(list(found.values()), 0.0), strict=True))
+        for parameter in self.parameters:
+            parameter.grad = None
+        self._lent = False
+        return found
+
+    def _add(self, before: dict[nn.Parameter, Tensor], new: dict[nn.Parameter, Tensor], *, lent: bool) -> None:
+        """`.grad` = before + new."""
+        both = [p for p in new if p in before]
+        if both:
+            torch._foreach_add_([before[p] for p in both], [new[p] for p in both])
+        for parameter, gradient in {**new, **before}.items():
+            parameter.grad = gradient
+        self._lent = lent and not before
+        if lent and before:  # a parameter that only this micro-batch reached
+            for parameter in new.keys() - before.keys():
+                parameter.grad = new[parameter].clone()
+
+    def _give_up(self, why: str) -> None:
+        """Go on without graphs."""
+        self.off = True
+        self._graphs.clear()
+        self._pool = None
+        self.tell(None, why)
