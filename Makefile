@@ -19,7 +19,7 @@ unexport PYTHONHOME PYTHONPATH
 RUST_FILES := $(shell find rust -name '*.rs' -o -name Cargo.toml 2>/dev/null) Cargo.toml $(wildcard Cargo.lock)
 PYTHONS := python3 python3.13 python3.12 python3.11 python
 
-.PHONY: help quickstart test test-rust test-python slow lint format bench wheel dev docs clean
+.PHONY: help quickstart test test-rust test-python slow fuzz miri sanitize lint format bench wheel dev docs clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | column -t -s '|'
@@ -40,6 +40,34 @@ test-python: $(STAMPS)/dev $(STAMPS)/smollm2 ## pytest without the slow and the 
 
 slow: $(STAMPS)/dev $(STAMPS)/smollm2 ## the tests that take minutes (needs Chromium for the report)
 	$(BIN)/pytest -q -m 'slow and not gpu and not multi_gpu'
+
+# cargo-fuzz with AddressSanitizer; the flags are there in a stable toolchain too, behind RUSTC_BOOTSTRAP. What is found new
+# goes to target/fuzz/corpus, what fails to rust/rft-core/fuzz/artifacts. Needs a C++ compiler.
+FUZZ_TARGETS ?= rows tokenizer template shard
+FUZZ_SECONDS ?= 30
+
+fuzz: ## the fuzz targets, from the corpus that is kept, for FUZZ_SECONDS=30 each
+	@cargo fuzz --version >/dev/null 2>&1 || cargo install --quiet --locked cargo-fuzz@0.13.2
+	@cd rust/rft-core && for target in $(FUZZ_TARGETS); do \
+	  mkdir -p $(CURDIR)/target/fuzz/corpus/$$target; \
+	  RUSTC_BOOTSTRAP=1 cargo fuzz run --codegen-units 16 --target-dir $(CURDIR)/target/fuzz $$target \
+	    $(CURDIR)/target/fuzz/corpus/$$target fuzz/corpus/$$target -- -max_total_time=$(FUZZ_SECONDS) -timeout=30 -rss_limit_mb=4096 \
+	    -dict=fuzz/dictionaries/$$target.dict -verbosity=0 -print_final_stats=1 || exit 1; \
+	done
+
+# Once as a processor without vectors would run it, once with AVX2. Miri knows neither AVX-512, nor files in memory, nor
+# file locks, nor C: the rest of what is unsafe is `make sanitize`'s.
+MIRI_TESTS := order::tests::the_generators pack::tests::each pack::tests::an_item tokenizer::masks tokenizer::walk
+
+miri: ## Miri over the unsafe code that it can run (`rustup toolchain install nightly -c miri -c rust-src`)
+	@for flags in "" "-Ctarget-feature=+avx2,+bmi1,+bmi2,+lzcnt"; do echo "RUSTFLAGS=$$flags"; \
+	  RUSTFLAGS="$$flags" MIRIFLAGS=-Zmiri-disable-isolation \
+	    cargo +nightly miri test --quiet --target-dir target/miri$${flags:+-avx2} -p rft-core --lib -- $(MIRI_TESTS) || exit 1; \
+	done
+
+sanitize: ## the tests of the core under AddressSanitizer
+	RUSTC_BOOTSTRAP=1 RUSTFLAGS=-Zsanitizer=address ASAN_OPTIONS=detect_leaks=0 cargo test --quiet -p rft-core \
+	  --target $$(rustc -vV | sed -n 's/^host: //p') --target-dir target/asan --lib --test core
 
 lint: $(STAMPS)/dev ## format, style, types, import layers, stubs; Rust and Python
 	$(BIN)/ruff format --check .

@@ -75,7 +75,7 @@ def test_stats_tells_tokens_by_data_set_and_role(folder, capsys):
     assert (chats["files"], chats["read"], texts["files"], texts["read"]) == (2, 3, 1, 1)
     words = {
         "system": ["Be brief."],
-        "user": ["user: what is 1 + 1?", "user", *2 * ["What time is it?"]],
+        "user": [" user: what is 1 + 1? \n", "user", *2 * ["What time is it?"]],
         "assistant": [
             *["It is 2, and 2 is even.", "Yes."],
             *2 * ["Let me look.", "clock", '{"zone": "UTC", "n": 2}', "Noon."],
@@ -85,10 +85,9 @@ def test_stats_tells_tokens_by_data_set_and_role(folder, capsys):
     # Each row counts twice, for its weight.
     said = {role: 2 * tokens_of(folder, *texts) for role, texts in words.items()}
     assert {role: n for role, n in chats["tokens_by_role"].items() if role != "template"} == said
-    # 13 turns of a control token, the role, a line end, what is said, a control token and a line end; the two
-    # signs of white space behind a content; and a line end, "[", "|" and "]" around the parts of both calls.
+    # 13 turns of a control token, the role, a line end, what is said, a control token and a line end; and a line end, "[", "|" and "]" around the parts of both calls.
     headers = tokens_of(folder, *(m["role"] for row in (CHAT, CALLS, CALLS) for m in row["messages"])) + 4 * 13
-    assert chats["tokens_by_role"]["template"] == 2 * (headers + 2 + 2 * 4)
+    assert chats["tokens_by_role"]["template"] == 2 * (headers + 2 * 4)
     assert sum(chats["tokens_by_role"].values()) == chats["tokens"]
     assert (
         texts["tokens_by_role"]

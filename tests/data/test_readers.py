@@ -19,7 +19,7 @@ import pytest
 
 import rft.data
 from rft.config.data import DataConfig, SourceConfig
-from rft.data.prepare import FORMAT_VERSION, prepare
+from rft.data.prepare import FORMAT_VERSION, prepare, remarks
 from rft.errors import DataError
 from support.data import CHATML, chat, some_chats, tiny_files, write_rows
 
@@ -467,3 +467,73 @@ def test_of_a_key_that_stands_twice_the_last_counts_as_everywhere(tmp_path, file
     (tmp_path / "once.jsonl").write_text('{"text": "two"}\n')
     twice, once = (run(tmp_path, tmp_path / name, files) for name in ("twice.jsonl", "once.jsonl"))
     assert documents(twice) == documents(once)
+
+
+# ---- files that other programs leave
+
+
+@pytest.mark.parametrize("name", ["none.jsonl", "blank.jsonl", "list.json", "head.csv", "none.txt", "no_rows.parquet"])
+def test_a_file_without_rows_is_passed_over_under_skip_counted_and_told(tmp_path, files, name):
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    content = {"blank.jsonl": "\n \n", "list.json": "[]", "head.csv": "text,meta\n"}.get(name, "")
+    (folder / name).write_text(content)
+    if name.endswith(".parquet"):
+        pq.write_table(pa.table({"text": pa.array([], pa.string())}), folder / name)
+    rows = write_rows(tmp_path / "rows.jsonl", [{"text": "a"}, {"text": "b"}])
+    paths = [SourceConfig(path=str(path)) for path in (folder / name, rows, folder / name)]
+
+    def prepared(on_error, **keys):
+        sources = [source.model_copy(update=keys) for source in paths] if keys else paths
+        return prepare(DataConfig(train=sources, store=str(tmp_path / "sets"), on_error=on_error), files)
+
+    found = prepared("skip")
+    assert documents(found) == documents(run(tmp_path, rows, files))
+    counts = found.report["train"]
+    assert (counts["empty_files"], counts["read"], counts["kept"], counts["dropped"]) == (2, 2, 2, {})
+    assert "2 files without a row" in remarks(found.report)
+    if name != "none.txt":  # whose name alone says what it is
+        with pytest.raises(DataError, match="the file holds no rows") as raised:
+            prepared("fail")
+        assert 'on_error = "skip"' in raised.value.do
+
+
+def test_a_parquet_file_of_no_bytes_is_damaged_and_not_empty(tmp_path, files):
+    (tmp_path / "a.parquet").write_bytes(b"")
+    with pytest.raises(DataError, match="an empty file"):
+        run(tmp_path, tmp_path / "a.parquet", files, on_error="skip")
+
+
+@pytest.mark.parametrize("zeros", [1, 3, 512, 700_000])
+def test_zeros_behind_gzip_are_padding(tmp_path, files, zeros):
+    rows = [json.dumps({"text": f"{number} " * 50}).encode() + b"\n" for number in range(300)]
+    members = b"".join(gzip.compress(b"".join(rows[at : at + 100])) for at in range(0, 300, 100))
+    wanted = write_rows(tmp_path / "rows.jsonl", [json.loads(row) for row in rows])
+    path = tmp_path / "rows.jsonl.gz"
+    path.write_bytes(members + bytes(zeros))
+    assert documents(run(tmp_path, path, files)) == documents(run(tmp_path, wanted, files))
+    for more in (members, b"x"):
+        path.write_bytes(members + bytes(zeros) + more)
+        with pytest.raises(DataError, match="zeros behind a member of gzip, and then something else"):
+            run(tmp_path, path, files)
+    path.write_bytes(members + b"x")
+    with pytest.raises(DataError, match="damaged or cut short"):
+        run(tmp_path, path, files)
+
+
+def test_a_zip_behind_a_program_that_unpacks_it_is_a_zip(tmp_path, files):
+    wanted = documents(run(tmp_path, write_rows(tmp_path / "rows.jsonl", CHATS[:1]), files))
+    write_zip(tmp_path / "plain.zip", CHATS[:1])
+    zipped = (tmp_path / "plain.zip").read_bytes()
+    (tmp_path / "self.zip").write_bytes(b"#!/bin/sh\nexec unzip $0\n" + b"\x7fELF" * 1000 + zipped)
+    assert documents(run(tmp_path, tmp_path / "self.zip", files)) == wanted
+    with zipfile.ZipFile(tmp_path / "self.zip", "a") as archive:  # offsets from the start of the file, and a comment
+        archive.comment = b"about PK\x05\x06 " * 20
+    assert documents(run(tmp_path, tmp_path / "self.zip", files)) == wanted
+    with zipfile.ZipFile(tmp_path / "self.zip", "a") as archive:
+        archive.writestr("../out.jsonl", "{}")
+    with pytest.raises(DataError, match="leaves the archive's folder"):
+        run(tmp_path, tmp_path / "self.zip", files)
+    (tmp_path / "none.zip").write_bytes(b"#!/bin/sh\n" * 200)
+    with pytest.raises(DataError, match=r"none\.zip"):
+        run(tmp_path, tmp_path / "none.zip", files)

@@ -71,13 +71,20 @@ class PackedSet:
         """Batches of an epoch from number `start` on, in an order that depends on the seed and the epoch."""
         return self._batches(_count(epoch, "epoch"), _count(start, "start") * self._packs_at_once)
 
-    def state(self, epoch: int, batches: int) -> dict[str, Any]:
+    def state(self, epoch: int, batches: int, *, since: dict[str, Any] | None = None) -> dict[str, Any]:
         """The position behind that many batches of each rank: {"plan_hash", "epoch", "packs"}, plain JSON.
 
-        It knows nothing of ranks, so it may be resumed on another number of them, or with another micro_batch.
+        It knows nothing of ranks, so it may be resumed on another number of them, or with another micro_batch. `batches`
+        count from the epoch's beginning, or from `since`: the state of this epoch that was resumed. Raises ValueError for a
+        `since` of another epoch.
         """
         plan = self._loader.plan(_count(epoch, "epoch"))
-        packs = min(_count(batches, "batches") * self._packs_at_once, plan.num_packs)
+        begun = 0
+        if since is not None:
+            at, begun = _position(since, "plan_hash", "epoch", "packs")
+            if at != epoch:
+                raise ValueError(f"since is a state of epoch {at}, and epoch = {epoch}")
+        packs = min(begun + _count(batches, "batches") * self._packs_at_once, plan.num_packs)
         return {"plan_hash": plan.hash, "epoch": epoch, "packs": packs}
 
     def resume(self, state: dict[str, Any]) -> Iterator[Batch | ArrayBatch]:

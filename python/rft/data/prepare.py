@@ -356,7 +356,7 @@ def _sentence(name: str, part: dict[str, Any], report: dict[str, Any]) -> str:
     if "not held out" in elsewhere:  # a share of the training rows: said to be these, and no more
         pieces = [f"held out: {part['kept']:,} of these rows, {lost}"]
     else:
-        formats = "/".join(dict.fromkeys(source["format"] for source in part.get("sources", [])))
+        formats = "/".join(dict.fromkeys(source["format"] for source in part.get("sources", []) if source["read"]))
         template = (
             f", template: {report['template']['name']}" if report.get("template") and _uses_template(part) else ""
         )
@@ -420,6 +420,8 @@ def remarks(report: dict[str, Any]) -> list[str]:
 
 def _remarks(part: dict[str, Any]) -> list[str]:
     texts = []
+    if part.get("empty_files"):
+        texts.append(f"{counted(part['empty_files'], 'file')} without a row")
     straddling = part.get("straddling_tokens", 0)
     if straddling and straddling > _MANY_STRADDLING * part["tokens"]:
         rate = 100 * straddling / part["tokens"]

@@ -253,6 +253,7 @@ impl Counts {
             "kept": self.kept,
             "dropped": self.dropped,
             "dropped_examples": examples,
+            "empty_files": self.sources.iter().filter(|source| source.read == 0).count(),
             "documents": totals[0],
             "repeats": self.repeats,
             "duplicate_documents": self.duplicate_documents,

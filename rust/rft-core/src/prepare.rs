@@ -651,8 +651,10 @@ impl<'a> Input<'a> {
         let source = &source;
         let mut reader = Reader::open(source)?;
         let first = reader.next_block(BLOCK_ROWS, BLOCK_BYTES)?;
-        let (parser, evidence) = choose_parser(source, &reader, first.as_ref())?;
-        self.rows.check_template(&parser, source, &evidence)?;
+        let (parser, evidence) = choose_parser(source, &reader, first.as_ref(), spec.on_error)?;
+        if first.is_some() {
+            self.rows.check_template(&parser, source, &evidence)?;
+        }
         let resumed = self.done.get(&index).copied();
         self.lanes[lane].open = Some(Open {
             source: index,
@@ -678,7 +680,12 @@ impl<'a> Input<'a> {
 }
 
 /// The parser of a file, and the sentence that says why it is this one.
-fn choose_parser(source: &Source, reader: &Reader, block: Option<&Block>) -> Result<(Parser, String)> {
+fn choose_parser(
+    source: &Source,
+    reader: &Reader,
+    block: Option<&Block>,
+    on_error: OnError,
+) -> Result<(Parser, String)> {
     let (format, evidence) = match (reader.layout(), source.format) {
         (Layout::Text, FormatChoice::Auto | FormatChoice::Fixed(Format::Text)) => {
             (Format::Text, "a text file: each line is a document, all of it trained on".to_string())
@@ -690,7 +697,14 @@ fn choose_parser(source: &Source, reader: &Reader, block: Option<&Block>) -> Res
         (_, FormatChoice::Fixed(format)) => (format, "as the config says".to_string()),
         (_, FormatChoice::Auto) => {
             let Some(block) = block else {
-                return Err(Error::new(Kind::Data, source.shown(), "the file holds no rows"));
+                if on_error == OnError::Skip
+                    && let Some(parser) = Format::ALL.into_iter().find_map(|format| Parser::new(format, source).ok())
+                {
+                    return Ok((parser, "the file holds no rows".to_string()));
+                }
+                return Err(Error::new(Kind::Data, source.shown(), "the file holds no rows")
+                    .wanted("rows to tell the format from")
+                    .remedy("leave the file out, or pass over such files with data.on_error = \"skip\""));
             };
             let samples = block.rows().take(SAMPLE_ROWS).map(|(line, bytes)| (line, detect::sample_row(bytes)));
             let (mut rows, mut lines, mut broken): (Vec<Map<String, Json>>, Vec<u64>, _) = (vec![], vec![], None);

@@ -1,7 +1,8 @@
 //! Who says what in a rendered chat: for the counts of tokens by role, and for nothing else.
 //!
 //! What a message says is its reasoning, its content, and the names and arguments of its tool calls, each where the text
-//! holds it as it is, behind what was found before. All else in the text is the template's.
+//! holds it as it is, behind what was found before; white space at its edges is said where it is written, and content of
+//! white space alone is not looked for. All else in the text is the template's.
 
 use std::borrow::Cow;
 
@@ -97,9 +98,10 @@ fn calls_of(message: &Message) -> Vec<Cow<'_, str>> {
     parts.flatten().collect()
 }
 
-/// The first place from `at` on where the visible part of `words` stands; its end.
-fn find(text: &str, at: usize, words: &str, role: u8, out: &mut Vec<Said>) -> Option<usize> {
-    let words = words.trim();
+/// The first place from `at` on where the visible part of `words` stands, with the white space at its edges where the text
+/// has that too; its end.
+fn find(text: &str, at: usize, all: &str, role: u8, out: &mut Vec<Said>) -> Option<usize> {
+    let words = all.trim();
     let first = *words.as_bytes().first()?;
     let rest = &text.as_bytes()[at..];
     let near = memchr::memchr_iter(first, &rest[..rest.len().min(NEAR)]);
@@ -108,8 +110,16 @@ fn find(text: &str, at: usize, words: &str, role: u8, out: &mut Vec<Said>) -> Op
         Some(offset) => offset,
         None => memchr::memmem::find(rest, words.as_bytes())?,
     };
-    let start = at + offset;
-    let end = start + words.len();
+    let (mut start, mut end) = (at + offset, at + offset + words.len());
+    if words.len() < all.len() {
+        let (before, after) = (&all[..all.len() - all.trim_start().len()], &all[all.trim_end().len()..]);
+        if text[at..start].ends_with(before) {
+            start -= before.len();
+        }
+        if text[end..].starts_with(after) {
+            end += after.len();
+        }
+    }
     out.push(Said { start, end, role });
     Some(end)
 }
@@ -149,6 +159,9 @@ mod tests {
         let text = "<u> user </u><a>user too</a>";
         let mut said = Vec::new();
         contents(text, &[2, 3], |index| [" user ", "user too"][index], &mut said);
+        assert_eq!(words(text, &said), [("user", " user ".into()), ("assistant", "user too".into())]);
+        // A template that trims: what stands there is what is said. White space before it may belong to what came before.
+        contents(text, &[2, 3], |index| ["user\n", " user too\n"][index], &mut said);
         assert_eq!(words(text, &said), [("user", "user".into()), ("assistant", "user too".into())]);
         // What the template changed is not found, and hides nothing behind it.
         contents(text, &[0, 2, 3], |index| ["Be kind.", "user", "user too"][index], &mut said);

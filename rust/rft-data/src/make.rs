@@ -146,6 +146,9 @@ impl Made {
             ),
             format!("{:<8} {}", "set", self.path.display()),
         ];
+        if number("empty_files") > 0 {
+            lines.push(format!("{:<8} {} without a row", "note", sets::counted(number("empty_files"), "file")));
+        }
         if let Some(reason) = self.counts["slow_tokenizer"].as_str() {
             lines.push(format!(
                 "{:<8} the tokenizers library does the work, many times slower, because {reason}",

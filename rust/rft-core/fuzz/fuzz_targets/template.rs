@@ -1,7 +1,8 @@
 #![no_main]
 
+mod guard;
 #[path = "../targets.rs"]
 #[allow(dead_code)]
 mod targets;
 
-libfuzzer_sys::fuzz_target!(|data: &[u8]| targets::template(data));
+libfuzzer_sys::fuzz_target!(init: guard::listen(), |data: &[u8]| guard::hold(targets::template, data));

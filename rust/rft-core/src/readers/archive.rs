@@ -279,8 +279,8 @@ fn skip(input: &mut impl Read, mut bytes: u64) -> io::Result<()> {
 fn visit(path: &Path, see: &mut dyn FnMut(Member) -> Result<()>) -> Result<()> {
     let shown = path.display().to_string();
     let mut file = File::open(path).map_err(|e| Error::io(path, "opening", &e))?;
-    let mut head = Vec::with_capacity(4);
-    (&mut file).take(4).read_to_end(&mut head).map_err(|e| Error::io(path, "reading", &e))?;
+    let mut head = Vec::with_capacity(512);
+    (&mut file).take(512).read_to_end(&mut head).map_err(|e| Error::io(path, "reading", &e))?;
     file.rewind().map_err(|e| Error::io(path, "reading", &e))?;
     let mut names = HashSet::new();
     let mut checked = |member: Member| -> Result<()> {
@@ -292,7 +292,26 @@ fn visit(path: &Path, see: &mut dyn FnMut(Member) -> Result<()>) -> Result<()> {
         }
         see(member)
     };
-    if is_zip(&head) { visit_zip(file, path, &mut checked) } else { visit_tar(file, path, &mut checked) }
+    let zip = is_zip(&head)
+        || !looks_like_one(&head) && ends_as_zip(&mut file).map_err(|e| Error::io(path, "reading", &e))?;
+    if zip { visit_zip(file, path, &mut checked) } else { visit_tar(file, path, &mut checked) }
+}
+
+/// Whether a file that begins otherwise is a zip: one that unpacks itself begins with a program. Its end says so: the
+/// directory's record, with nothing but the comment behind it whose length it states. The file is at its start afterwards.
+fn ends_as_zip(file: &mut File) -> io::Result<bool> {
+    const RECORD: usize = 22;
+    let length = file.seek(SeekFrom::End(0))?;
+    let mut end = Vec::new();
+    file.seek(SeekFrom::Start(length.saturating_sub(RECORD as u64 + u64::from(u16::MAX))))?;
+    file.read_to_end(&mut end)?;
+    file.rewind()?;
+    let is_record = |window: (usize, &[u8])| {
+        let (at, record) = window;
+        let comment = usize::from(u16::from_le_bytes([record[20], record[21]]));
+        record.starts_with(b"PK\x05\x06") && at + RECORD + comment == end.len()
+    };
+    Ok(end.windows(RECORD).enumerate().any(is_record))
 }
 
 fn visit_zip(file: File, path: &Path, see: &mut dyn FnMut(Member) -> Result<()>) -> Result<()> {

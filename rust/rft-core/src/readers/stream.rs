@@ -4,6 +4,7 @@ use std::io::{self, BufRead, BufReader, Read, Seek};
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard};
 
+use flate2::bufread::GzDecoder;
 use xxhash_rust::xxh3::Xxh3;
 
 use crate::error::{Error, Kind, Result};
@@ -55,7 +56,7 @@ impl Stream {
         let mut raw = BufReader::with_capacity(READ_BYTES, Tapped { raw, tap: tap.clone() });
         let magic = fill(&mut raw)?;
         let (mut input, packed): (Box<dyn Read + Send>, bool) = if magic.starts_with(&GZIP) {
-            (Box::new(flate2::bufread::MultiGzDecoder::new(raw)), true)
+            (Box::new(Gzip::new(raw)), true)
         } else if magic.starts_with(&ZSTD) {
             (Box::new(zstd::stream::read::Decoder::with_buffer(raw)?), true)
         } else {
@@ -89,6 +90,62 @@ impl Stream {
         while read_some(&mut self.input, &mut sink)? > 0 {}
         let tap = lock(&self.tap);
         Ok((tap.hash.digest(), tap.bytes))
+    }
+}
+
+/// The members of a gzip file, one after another. Zeros behind the last are no data: tapes and block devices pad with them,
+/// and gzip(1) passes over them too.
+struct Gzip {
+    member: GzDecoder<BufReader<Tapped>>,
+    ended: bool,
+}
+
+impl Gzip {
+    fn new(raw: BufReader<Tapped>) -> Gzip {
+        Gzip { member: GzDecoder::new(raw), ended: false }
+    }
+
+    /// Whether another member follows.
+    fn goes_on(&mut self) -> io::Result<bool> {
+        let raw = self.member.get_mut();
+        let mut padded = false;
+        loop {
+            let bytes = fill(raw)?;
+            let Some(first) = bytes.iter().position(|byte| *byte != 0) else {
+                let count = bytes.len();
+                if count == 0 {
+                    return Ok(false);
+                }
+                padded = true;
+                raw.consume(count);
+                continue;
+            };
+            if padded || first > 0 {
+                let problem = "zeros behind a member of gzip, and then something else";
+                return Err(io::Error::new(io::ErrorKind::InvalidData, problem));
+            }
+            return Ok(true);
+        }
+    }
+}
+
+impl Read for Gzip {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        while !self.ended && !buffer.is_empty() {
+            let n = self.member.read(buffer)?;
+            if n > 0 {
+                return Ok(n);
+            }
+            if self.goes_on()? {
+                let raw = self.member.get_mut();
+                let nothing = Tapped { raw: Box::new(io::empty()), tap: raw.get_ref().tap.clone() };
+                let raw = std::mem::replace(raw, BufReader::with_capacity(0, nothing));
+                self.member.reset(raw);
+            } else {
+                self.ended = true;
+            }
+        }
+        Ok(0)
     }
 }
 

@@ -657,7 +657,11 @@ mod tests {
 
     #[test]
     fn blocks_cut_where_pieces_do() {
-        let rounds = std::env::var("RFT_FUZZ_ROUNDS").ok().and_then(|n| n.parse().ok()).unwrap_or(300);
+        let rounds = std::env::var("RFT_FUZZ_ROUNDS").ok().and_then(|n| n.parse().ok()).unwrap_or(if cfg!(miri) {
+            2
+        } else {
+            300
+        });
         let mut seed = 77u64;
         let mut below = |most: usize| {
             seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
