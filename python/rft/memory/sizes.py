@@ -255,8 +255,6 @@ def sizes(problem: Problem, plan: MemoryPlan) -> Sizes:
     of_layer = (
         math.ceil(tokens / plan.tiled_mlp) * f.intermediate_size * size + 2 * stream
     )  # beside what a layer keeps, forward
-    # kept outputs of attention are let go when the backward pass is over
-    held = again * (kept - stream) if plan.recompute == "selective" and plan.offload == "none" else 0
     moments = {
         "loss": {
             **states, "gradients": before, "activations": activations, "loss": loss_bytes(problem, tokens, plan.chunk_rows),
@@ -266,10 +264,10 @@ def sizes(problem: Problem, plan: MemoryPlan) -> Sizes:
             "communication": sent, "loss": loss_gradient_bytes(problem, tokens) + scaled,
         },
         "update": {
-            **states, "gradients": gradients - _not_there_yet(problem, plan), "activations": a_layer + held, "backward of a layer": transient,
+            **states, "gradients": gradients - _not_there_yet(problem, plan), "activations": a_layer, "backward of a layer": transient,
             "communication": sent,
         },
-        "embedding": {**states, "gradients": gradients, "activations": stream + held, "backward of a layer": embedding},
+        "embedding": {**states, "gradients": gradients, "activations": stream, "backward of a layer": embedding},
     }  # fmt: skip
     if moved:
         moments["forward"] = {**states, "gradients": before, "activations": activations + on_the_way - there + of_layer}
