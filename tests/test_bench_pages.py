@@ -43,6 +43,10 @@ def test_the_section_is_replaced_and_ratios_are_of_one_run(tmp_path):
         line("rope/16384", "torch", "ms", 0.05, run="another"),
         line("rope/16384", "floor", "ms", 0.08),
         line("train/smollm2-135m/lora-fp8/curve-200-steps", "rft", "percent_of_20_step_means", 0.8, low=0.1),
+        line("plan/8b-lora-8k", "rft", "gib planned", 43.73),
+        line("plan/8b-lora-8k", "rft", "gib", 43.87),
+        line("plan/8b-lora-8k", "rft", "tokens_per_second planned", 15384.0),
+        line("plan/8b-lora-8k", "rft", "tokens_per_second", 15263.0),
         {"case": case, "system": "broken", "error": "does not start", "device": "NVIDIA H200"},
     ]
     (results / "a.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
@@ -56,6 +60,7 @@ def test_the_section_is_replaced_and_ratios_are_of_one_run(tmp_path):
     assert "| llama-8b/lora-bf16/doc-8192 | liger | 11,650 |  |  |" in text  # of another run
     assert "slow" not in text
     assert "| rope/16384 | 0.090 | 0.080 | liger 0.180 | 2.00 |" in text
+    assert "| 8b-lora-8k | 43.73 | 43.87 | 15,384 | 15,263 |" in text
     assert "`smollm2-135m/lora-fp8/curve-200-steps`: 20 step means differ from bf16's by at most 0.80 %" in text
     target.write_text("# Performance\n")
     assert page.write_page(results, docs) == 1

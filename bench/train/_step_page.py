@@ -78,8 +78,22 @@ def curves(figures: Figures) -> list[str]:
     return lines
 
 
+def plans(figures: Figures) -> list[str]:
+    lines = ["| setting | GiB planned | measured | tokens/s planned | measured |", "|---|---|---|---|---|"]
+    for (case, metric), systems in sorted(figures.items()):
+        if not case.startswith("plan/") or metric != "tokens_per_second" or "rft" not in systems:
+            continue
+        shown = [
+            figures.get((case, name), {}).get("rft")
+            for name in ("gib planned", "gib", "tokens_per_second planned", "tokens_per_second")
+        ]
+        cells = " | ".join("" if line is None else amount(line) for line in shown)
+        lines.append(f"| {case.removeprefix('plan/')} | {cells} |")
+    return lines if len(lines) > 2 else []
+
+
 def section(figures: Figures) -> str:
-    parts = [part for part in (steps(figures), kernels(figures), curves(figures)) if part]
+    parts = [part for part in (steps(figures), kernels(figures), plans(figures), curves(figures)) if part]
     devices = sorted({line["device"] for systems in figures.values() for line in systems.values()})
     body = ["\n".join(part) for part in parts] or [EMPTY]
     head = [f"Medians (smallest to largest) on {', '.join(devices)}; ratios within one run only."] if parts else []

@@ -82,7 +82,7 @@ CHILDREN = (
     Child("unsloth-bf16-unsloth", "bf16", "unsloth", "bf16", (Work("24", caps=(24, 48)), Work("65536", LONG)), "unsloth"),
     Child("unsloth-nf4-True", "nf4", "unsloth", "nf4", (Work("24", caps=(24, 48)),), "True"),
     Child("unsloth-bf16-False", "bf16", "unsloth", "bf16", (Work("48", caps=(48, 80)),), "False"),
-    Child("unsloth-nf4-False", "nf4", "unsloth", "nf4", (Work("24", caps=(24, 48)),), "False"),
+    Child("unsloth-nf4-False", "nf4", "unsloth", "nf4", (Work("48", caps=(48,)),), "False"),
     Child("liger-bf16-False", "bf16", "liger", "bf16", (Work("48", caps=(48, 80)),), "False"),
     Child("liger-bf16-True", "bf16", "liger", "bf16", (Work("24", caps=(24, 48)),), "True"),
     Child("liger-nf4-True", "nf4", "liger", "nf4", (Work("24", caps=(24, 48)),), "True"),
@@ -459,21 +459,28 @@ class Run:
         return f"{self.child.weights}, {self.found['setting']}"
 
 
-def read_runs(child: Child, answer: Path, status: int | None, output: str, late: str, verbose: bool) -> list[Run]:
-    """What it wrote; an error for each work that it did not come to."""
+def read_runs(child: Child, answer: Path, status: int | None, output: str, each: float, verbose: bool) -> list[Run]:
+    """What it wrote; an error for each work that it did not come to, but for want of the bench's own time: that is told and is no result."""
     tail = [line for line in output.strip().splitlines() if line.strip()]
     if verbose or status != 0 or child.system == "rft":
         print("\n".join(f"    {line}" for line in tail[-60:]), flush=True)
     lines = answer.read_text(encoding="utf-8").splitlines() if answer.exists() else []
     found = {line.pop("work"): line for line in map(json.loads, lines)}
-    why = late if status is None else (tail[-1] if tail else f"exit status {status}")[:300]
+    if status == turn.OUT_OF_TIME:
+        print(f"    {child.name}: no time left", flush=True)
+        return [Run(child, work.name, found[work.name]) for work in child.works if work.name in found]
+    why = f"no end after {each:.0f} s" if status is None else (tail[-1] if tail else f"exit status {status}")[:300]
     return [Run(child, work.name, found.get(work.name, {"error": why})) for work in child.works]
 
 
 def write(results: Any, line: Line, runs: list[Run], systems: list[str]) -> None:
-    """Of each system the fastest run that counts, with its setting, or its error."""
+    """Of each system the fastest run that counts, with its setting, or its error. Nothing where one that may be the fastest was not run."""
+    absent = unknown(line, runs, systems)
+    if absent:
+        print(f"{line.case}: not told, {', '.join(absent)} not run", flush=True)
+        return
     for system in systems:
-        of_system = [r for r in runs if r.child.system == system and r.work in line.works and counts(line, r)]
+        of_system = [r for r in runs if r.child.system == system and r.work in line.works and counts(line, r.child)]
         if line.case.endswith("-8gib"):
             of_system = [r for r in of_system if r.work == ("8gib" if system == "rft" else "24")]
         good = [r for r in of_system if "error" not in r.found and (line.cap is None or r.within(line.cap))]
@@ -488,8 +495,20 @@ def write(results: Any, line: Line, runs: list[Run], systems: list[str]) -> None
         print(f"    {best.describe()}", flush=True)
 
 
-def counts(line: Line, run: Run) -> bool:
-    return any(part in run.child.name for part in line.children)
+def unknown(line: Line, runs: list[Run], systems: list[str]) -> list[str]:
+    """What counts for a line and was not run: `process/work`."""
+    done = {(r.child.name, r.work) for r in runs}
+    return [
+        f"{child.name}/{work.name}"
+        for child in CHILDREN
+        for work in child.works
+        if child.system in systems and counts(line, child) and work.name in line.works
+        and (line.cap is None or not work.caps or min(work.caps) <= line.cap) and (child.name, work.name) not in done
+    ]  # fmt: skip
+
+
+def counts(line: Line, child: Child) -> bool:
+    return any(part in child.name for part in line.children)
 
 
 def write_own(results: Any, run: Run) -> None:
@@ -573,10 +592,9 @@ def main() -> int:
              *(["--tiny"] if args.tiny else [])]
             for c, answer in zip(children, answers, strict=True)
         ]  # fmt: skip
-        ended = turn.in_turn(commands, lambda: min(args.part_seconds, end - time.monotonic()), environment)
+        ended = turn.in_turn(commands, args.part_seconds, end, environment)
         for number, (child, answer, (status, output)) in enumerate(zip(children, answers, ended, strict=True)):
-            late = f"no end in {args.part_seconds:.0f} s, or no time left"
-            made = read_runs(child, answer, status, output, late, args.verbose)
+            made = read_runs(child, answer, status, output, args.part_seconds, args.verbose)
             runs += made
             for run in made:
                 write_own(results, run)

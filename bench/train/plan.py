@@ -247,15 +247,14 @@ def main() -> int:
             [sys.executable, "-P", __file__, "--child", s.name, "--answer", str(answer), *(["--tiny"] if args.tiny else [])]
             for s, answer in zip(chosen, answers, strict=True)
         ]  # fmt: skip
-        ended = turn.in_turn(commands, lambda: min(args.part_seconds, end - time.monotonic()))
+        ended = turn.in_turn(commands, args.part_seconds, end)
         for setting, answer, (status, output) in zip(chosen, answers, ended, strict=True):
-            got = answered(
-                status, output, answer, args.verbose, f"no end in {args.part_seconds:.0f} s, or no time left"
-            )
+            got = answered(status, output, answer, args.verbose, args.part_seconds)
             case = f"plan/{setting.name}"
-            if "error" in got:
-                results.error(case, "rft", got["error"])
+            if got is None or "error" in got:
                 failed += 1
+                if got is not None:
+                    results.error(case, "rft", got["error"])
                 continue
             memory, planned_memory, speed, planned = (
                 got[k] for k in ("peak", "planned_peak", "speed", "planned_speed")

@@ -553,13 +553,16 @@ def command_of(case: Case, system: str, args: argparse.Namespace, answer: Path) 
     ]  # fmt: skip
 
 
-def answered(status: int | None, output: str, answer: Path, verbose: bool, late: str) -> dict[str, Any]:
-    """What a child measured, or {"error": ...}."""
+def answered(status: int | None, output: str, answer: Path, verbose: bool, each: float) -> dict[str, Any] | None:
+    """What a child measured, or {"error": ...}; None where the bench's time was over, which is told and is no result."""
     tail = [line for line in output.strip().splitlines() if line.strip()]
     if verbose or status:
         print("\n".join(tail[-30:]), flush=True)
+    if status == turn.OUT_OF_TIME:
+        print(f"    {answer.stem}: no time left", flush=True)
+        return None
     if status is None:
-        return {"error": late}
+        return {"error": f"no end after {each:.0f} s"}
     if status or not answer.exists():
         return {"error": (tail[-1] if tail else f"exit status {status}")[:300]}
     return json.loads(answer.read_text())  # type: ignore[no-any-return]
@@ -647,17 +650,16 @@ def main() -> int:
         commands = [
             command_of(cases[0], system, args, answer) for ((system, _), cases), answer in zip(told.items(), answers, strict=True)
         ]  # fmt: skip
-        limit = lambda: min(args.part_seconds, end - time.monotonic())  # noqa: E731
-        ended = turn.in_turn(commands, limit, environment)
+        ended = turn.in_turn(commands, args.part_seconds, end, environment)
         for ((system, _), cases), answer, (status, output) in zip(told.items(), answers, ended, strict=True):
-            found = answered(
-                status, output, answer, args.verbose, f"no end in {args.part_seconds:.0f} s, or no time left"
-            )
+            found = answered(status, output, answer, args.verbose, args.part_seconds)
+            failed |= system == "rft" and (found is None or "error" in found)
+            if found is None:
+                continue
             for case in cases:
                 if args.cuda_graph and system == "rft":
                     case = replace(case, name=f"{case.name}/cuda-graph")
                 report(results, case, system, found)
-            failed |= system == "rft" and "error" in found
     return int(failed)
 
 

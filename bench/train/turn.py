@@ -1,6 +1,6 @@
 """Processes of a bench take turns on the device: while one measures, the next imports what it needs and waits.
 
-for status, output in turn.in_turn(commands, seconds=120.0): ...       the parent
+for status, output in turn.in_turn(commands, each=120.0, end=...): ...   the parent
 turn.take()                                                            a child, before it first uses the device
 """
 
@@ -10,7 +10,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
 WAITS = "RFT_BENCH_WAITS"
@@ -60,12 +61,16 @@ class _Child:
             return self.output.read().decode(errors="replace")
 
 
-def in_turn(
-    commands: Iterable[Sequence[str]], seconds: Callable[[], float], environment: Mapping[str, str] | None = None
-) -> Iterator[tuple[int | None, str]]:
-    """(exit status, what it printed) of each command in order; the status is None where `seconds()`, asked when its turn came, were over.
+OUT_OF_TIME = -1000
+"""Status of a process that was stopped, or not begun, because all of the bench's time was over: nothing is known of its system then."""
 
-    The next process is started when one's turn begins. Seconds below one: it is not run (status None).
+
+def in_turn(
+    commands: Iterable[Sequence[str]], each: float, end: float, environment: Mapping[str, str] | None = None
+) -> Iterator[tuple[int | None, str]]:
+    """(exit status, what it printed) of each command in order; the status is None where it took longer than `each` seconds.
+
+    end: of time.monotonic(), when all has to be over. The next process is started when one's turn begins.
     """
     environment = os.environ if environment is None else environment
     rest = iter(commands)
@@ -80,16 +85,16 @@ def in_turn(
         start()
         while waiting:
             child = waiting.pop(0)
-            limit = seconds()
-            if limit < 1:
+            left = end - time.monotonic()
+            if left < 1:
                 child.kill()
                 start()
-                yield None, child.text()
+                yield OUT_OF_TIME, child.text()
                 continue
             child.go()
             start()
-            status = child.end(limit)
-            yield status, child.text()
+            status = child.end(min(each, left))
+            yield OUT_OF_TIME if status is None and left < each else status, child.text()
     finally:
         for child in waiting:
             child.kill()

@@ -136,6 +136,8 @@ def test_activations_and_peak_are_those_that_live(shape, lora, kernels, recomput
     own = ("weights", "adapter", "optimizer")
     most = max(sum(v for k, v in moments[m].items() if k not in own) for m in moments if m != "loss")
     assert most - branch_parts_bytes(problem, math.ceil(TOKENS / tiles)) == pytest.approx(peak, rel=0.06)
+    if not kernels:  # plain torch's loss holds the gradients that it made until the graph is gone
+        return
     # layers let go of everything as the pass goes back: gradients are left
     gradients = sum(p.grad.numel() * p.grad.element_size() for p in model.parameters() if p.grad is not None)
     assert left < gradients + TOKENS * problem.facts.hidden_size * problem.itemsize

@@ -245,8 +245,12 @@ ORDER = ("fa4", "cudnn", "varlen", "flex", "sdpa", "math")
 """Fastest first."""
 
 
-def choose_backend(requested: str, device: torch.device, dtype: torch.dtype, needs: Needs) -> tuple[str, str]:
+def choose_backend(
+    requested: str, device: torch.device, dtype: torch.dtype, needs: Needs, *, first: tuple[str, ...] = ()
+) -> tuple[str, str]:
     """(backend, reason) for `model.attention`. dtype: type of the computation. Raises Refused where a named one cannot serve.
+
+    first: what "auto" asks before all others.
 
     FA4, cuDNN and FlexAttention are run once on this device beside plain maths before they are taken.
     """
@@ -256,7 +260,7 @@ def choose_backend(requested: str, device: torch.device, dtype: torch.dtype, nee
             raise Refused(f'model.attention = "{requested}"', why, do=f'set model.attention = "{serving}" or "auto"')
         return requested, "set in the config"
     refusals: dict[str, str] = {}
-    for name in ORDER:
+    for name in dict.fromkeys((*first, *ORDER)):
         why = why_not_backend(name, device, dtype, needs)
         if why is None:
             break

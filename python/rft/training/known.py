@@ -121,6 +121,7 @@ def _place(config: Config, processes: int) -> Path | None:
             return None
         depends = [
             config.model.model_dump(mode="json"), config.adapter.model_dump(mode="json"), config.train.precision, config.train.master,
+            config.train.cuda_graph,
             processes, model, adapter, _code(), _machine(),
         ]  # fmt: skip
     except (OSError, RuntimeError):  # a name that is too long, ~somebody: told by whoever looks for the model

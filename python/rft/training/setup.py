@@ -130,7 +130,13 @@ def inspect_job(config: Config, world: World, *, kernels: bool | None = None) ->
     known = Known(
         facts=facts,
         machine=machine,
-        attention=choose_backend(config.model.attention, world.device, compute_dtype, probed.needs),
+        attention=choose_backend(
+            config.model.attention,
+            world.device,
+            compute_dtype,
+            probed.needs,
+            first=BY_BORDERS if config.train.cuda_graph else (),
+        ),
         chunk_rows=rows,
         kernels=not no_kernels,
         isolates=probed.isolates,
