@@ -252,9 +252,11 @@ def sizes(problem: Problem, plan: MemoryPlan) -> Sizes:
             gradients, max(f.vocab_size * f.hidden_size, f.hidden_size * f.intermediate_size) * problem.master_itemsize
         )
     before = gradients if plan.micro_batch < problem.packs else 0  # those of earlier micro-batches
-    of_layer = (
-        math.ceil(tokens / plan.tiled_mlp) * f.intermediate_size * size + 2 * stream
-    )  # beside what a layer keeps, forward
+    # forward, beside what a layer keeps: gate, up and their product where none of them is kept, else the product; the stream before and behind
+    wide = 1 if plan.tiled_mlp == 1 and not last_again else 3
+    of_layer = math.ceil(tokens / plan.tiled_mlp) * f.intermediate_size * wide * size + 2 * stream
+    if problem.base in ("nf4", "int8"):
+        of_layer += f.largest_linear * size
     moments = {
         "loss": {
             **states, "gradients": before, "activations": activations, "loss": loss_bytes(problem, tokens, plan.chunk_rows),
