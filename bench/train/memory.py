@@ -77,16 +77,16 @@ class Child:
 CHILDREN = (
     Child("rft-nf4", "nf4", "rft", "nf4", (Work("8gib", limit=8.05), Work("24", limit=24, caps=(24,)))),
     Child("unsloth-nf4-unsloth", "nf4", "unsloth", "nf4", (Work("24", caps=(24,)),), "unsloth"),
-    Child("unsloth-nf4-True", "nf4", "unsloth", "nf4", (Work("24", caps=(24, 48)),), "True"),
+    Child("rft-1b", "least-memory", "rft", "1b", (Work("least", 2048, limit=6.8),)),
     Child("rft-bf16", "bf16", "rft", "bf16", (Work("48", limit=48, caps=(48,)), Work("65536", LONG))),
     Child("unsloth-bf16-unsloth", "bf16", "unsloth", "bf16", (Work("24", caps=(24, 48)), Work("65536", LONG)), "unsloth"),
-    Child("rft-1b", "least-memory", "rft", "1b", (Work("least", 2048, limit=6.8),)),
+    Child("unsloth-nf4-True", "nf4", "unsloth", "nf4", (Work("24", caps=(24, 48)),), "True"),
     Child("unsloth-bf16-False", "bf16", "unsloth", "bf16", (Work("48", caps=(48, 80)),), "False"),
-    Child("rft-leak", "leak", "rft", "leak", (Work("leak", 4096),)),
     Child("unsloth-nf4-False", "nf4", "unsloth", "nf4", (Work("48", caps=(48,)),), "False"),
     Child("liger-bf16-False", "bf16", "liger", "bf16", (Work("48", caps=(48, 80)),), "False"),
     Child("liger-bf16-True", "bf16", "liger", "bf16", (Work("24", caps=(24, 48)),), "True"),
     Child("liger-nf4-True", "nf4", "liger", "nf4", (Work("24", caps=(24, 48)),), "True"),
+    Child("rft-leak", "leak", "rft", "leak", (Work("leak", 4096),)),
 )  # fmt: skip
 """What matters most comes first, in case time runs out."""
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -200,6 +201,80 @@ def test_each_layers_kept_output_is_freed_when_its_backward_is_done():
         attention_backends.BACKENDS["sdpa"] = original
     assert alive == sorted(alive, reverse=True)
     assert alive[-1] <= 1, alive
+
+
+class _SavesAsFlashAttention(torch.autograd.Function):
+    """An attention that autograd does not see into, which saves q, k, v, its output and its log-sum-exp."""
+
+    alive: ClassVar[list[int]] = []
+    made: ClassVar[list[StorageWeakRef]] = []
+    inputs: ClassVar[list[StorageWeakRef]] = []
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, run: Any) -> Tensor:
+        out = run(q, k, v)
+        ctx.save_for_backward(q, k, v, out, q.sum(-1))
+        ctx.run = run
+        _SavesAsFlashAttention.made += [StorageWeakRef(t.untyped_storage()) for t in (q, k, v, out)]
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q, k, v, out, lse = ctx.saved_tensors
+        own = _SavesAsFlashAttention
+        own.inputs.append(StorageWeakRef(q.untyped_storage()))
+        own.alive.append(sum(not reference.expired() for reference in own.inputs))
+        inputs = [t.detach().requires_grad_() for t in (q, k, v)]
+        with torch.enable_grad():
+            again = ctx.run(*inputs)
+        assert torch.equal(again.detach(), out)
+        assert torch.equal(lse, q.sum(-1))
+        return (*torch.autograd.grad(again, inputs, d_out), None)
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["kept", "offloaded"])
+def test_an_attention_that_saves_as_flash_attention_is_kept_offloaded_and_let_go(offload, tmp_path: Path):
+    """Whatever it saves but its inputs goes where kept tensors go; q, k and v are made again for one layer at a time."""
+    own = _SavesAsFlashAttention
+    own.alive, own.made, own.inputs = [], [], []
+    register()
+    original = attention_backends.BACKENDS["sdpa"]
+
+    def opaque(inputs, *args):
+        bare = dataclasses.replace(inputs, query=None, key=None, value=None)  # `run` lives as long as the node
+
+        def run(q, k, v):
+            return original(dataclasses.replace(bare, query=q, key=k, value=v), *args)
+
+        return own.apply(inputs.query, inputs.key, inputs.value, run)
+
+    model = build("llama", attention="rft").train()
+    state, layers = install_attention(model, "sdpa"), list(decoder_layers(model))
+    mover = Offloader("cpu", CPU, HostPool(1 << 30, pinned=False), len(layers), smallest=16) if offload else None
+    apply_recompute(layers, "selective", mover)
+    plain = build("llama", attention="rft").train()
+    batch = packed_batch(*random_documents(13, 21))
+    wanted, _ = Backbone(plain, install_attention(plain, "sdpa"))(batch)
+    wanted.pow(2).sum().backward()
+    attention_backends.BACKENDS["sdpa"] = opaque
+    try:
+        hidden, _ = Backbone(model, state)(batch)
+        count = sum(not reference.expired() for reference in own.made)
+        assert count == (0 if offload else len(layers)), (
+            "outputs alone are kept, and none of them where they are offloaded"
+        )
+        if mover is not None:
+            tokens, config = 34, model.config
+            q = config.num_attention_heads * config.head_dim
+            each = tokens * 4 * (config.hidden_size + q + config.num_attention_heads)  # input, output, log-sum-exp
+            assert mover.moved_bytes == len(layers) * each
+        loss = hidden.pow(2).sum()
+        loss.backward()
+    finally:
+        attention_backends.BACKENDS["sdpa"] = original
+    assert own.alive == [1] * len(layers), "q of a layer is gone when the one before it goes backward"
+    for got, want in zip(model.parameters(), plain.parameters(), strict=True):
+        assert got.grad is None or torch.equal(got.grad, want.grad)
 
 
 def test_a_model_without_checkpointing_layers_is_refused_with_its_name():

@@ -252,11 +252,11 @@ def sizes(problem: Problem, plan: MemoryPlan) -> Sizes:
             gradients, max(f.vocab_size * f.hidden_size, f.hidden_size * f.intermediate_size) * problem.master_itemsize
         )
     before = gradients if plan.micro_batch < problem.packs else 0  # those of earlier micro-batches
-    of_layer = (
-        math.ceil(tokens / plan.tiled_mlp) * f.intermediate_size * size + 2 * stream
-    )  # beside what a layer keeps, forward
-    # kept outputs of attention are let go when the backward pass is over
-    held = again * (kept - stream) if plan.recompute == "selective" and plan.offload == "none" else 0
+    # forward, beside what a layer keeps: gate, up and their product where none of them is kept, else the product; the stream before and behind
+    wide = 1 if plan.tiled_mlp == 1 and not last_again else 3
+    of_layer = math.ceil(tokens / plan.tiled_mlp) * f.intermediate_size * wide * size + 2 * stream
+    if problem.base in ("nf4", "int8"):
+        of_layer += f.largest_linear * size
     moments = {
         "loss": {
             **states, "gradients": before, "activations": activations, "loss": loss_bytes(problem, tokens, plan.chunk_rows),
@@ -266,10 +266,10 @@ def sizes(problem: Problem, plan: MemoryPlan) -> Sizes:
             "communication": sent, "loss": loss_gradient_bytes(problem, tokens) + scaled,
         },
         "update": {
-            **states, "gradients": gradients - _not_there_yet(problem, plan), "activations": a_layer + held, "backward of a layer": transient,
+            **states, "gradients": gradients - _not_there_yet(problem, plan), "activations": a_layer, "backward of a layer": transient,
             "communication": sent,
         },
-        "embedding": {**states, "gradients": gradients, "activations": stream + held, "backward of a layer": embedding},
+        "embedding": {**states, "gradients": gradients, "activations": stream, "backward of a layer": embedding},
     }  # fmt: skip
     if moved:
         moments["forward"] = {**states, "gradients": before, "activations": activations + on_the_way - there + of_layer}
@@ -326,8 +326,8 @@ def backward_bytes(problem: Problem, tokens: int, tiles: int = 1, *, in_backward
     if in_backward:  # each weight is updated as soon as its gradient is there
         inner = max(inner, UPDATED * 16 // size)
     streams = (3 if fused else 1) + max(0, round(f.norm_width / f.hidden_size) - 2)  # norms behind the MLP
-    # pieces add up the gradients of their weights in fp32
-    sums = 3 * f.hidden_size * f.intermediate_size * 4 if tiles > 1 and problem.trained_in_full else 0
+    # pieces add up the gradients of their weights in fp32, each beside those of the piece that it is at
+    sums = 3 * f.hidden_size * f.intermediate_size * (4 + size) if tiles > 1 and problem.trained_in_full else 0
     return (inner + streams * tokens * f.hidden_size) * size + sums + branch_parts_bytes(problem, rows)
 
 

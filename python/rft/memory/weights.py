@@ -36,6 +36,8 @@ class WeightStream:
     """For one model on one device. Its matrices in `layers` are on the host once they were taken."""
 
     def __init__(self, layers: Sequence[nn.Module], device: torch.device):
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         self._layers, self._device = list(layers), device
         cuda = device.type == "cuda"
         self._there = torch.cuda.Stream(device) if cuda else None

@@ -126,8 +126,10 @@ class _HandOver(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         inputs = ctx.saved_tensors
-        if ctx.own is not None:
+        # this node lives until the whole backward is over: from here on only what attention saved holds on to q, k and v
+        own, ctx.own = ctx.own, None
+        if own is not None:
             found = tuple((t.stride(), t.storage_offset()) for t in inputs)
-            assert found == ctx.own.layout, "a layer that is computed again lays out q, k and v as before"
-            ctx.own.tensors = inputs
+            assert found == own.layout, "a layer that is computed again lays out q, k and v as before"
+            own.tensors = inputs
         return (d_out, None, *([None] * len(inputs)))
