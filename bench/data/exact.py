@@ -1,8 +1,9 @@
 """Ids and places against the tokenizers library: hard documents, every code point, and whole folders of text. Exit 1 if any differ.
 
-    python bench/data/exact.py --tokenizers FOLDER [--text FOLDER ...] [--every N] [--tokenizer NAME ...]
+    python bench/data/exact.py --tokenizers FOLDER [--text FOLDER ...] [--every N] [--tokenizer NAME ...] [--unicode 16 | 17]
 
-FOLDER of tokenizers: <name>/tokenizer.json. The reference is the `tokenizers` of this environment (0.23, Unicode 16).
+FOLDER of tokenizers: <name>/tokenizer.json. The reference is the `tokenizers` of this environment: up to 0.23 with Unicode 16, from 1.0
+on with 17 (`--unicode 17`; an environment without rft takes its folder `python` as PYTHONPATH).
 """
 
 from __future__ import annotations
@@ -93,19 +94,20 @@ def texts(folder: Path) -> Iterator[str]:
             yield text[at : at + LONGEST]
 
 
-def differing(path: Path, given: Iterator[str], *, show: int = 5) -> tuple[int, int]:
+def differing(path: Path, given: Iterator[str], *, unicode: int = 16, show: int = 5) -> tuple[int, int]:
     """(texts, those whose ids differ) for one tokenizer.json."""
     from tokenizers import Tokenizer
 
     from rft import _native
 
-    ours, theirs = _native.Tokenizer(path.read_text(encoding="utf-8")), Tokenizer.from_file(str(path))
-    theirs.no_truncation()
-    theirs.no_padding()
+    ours, theirs = _native.Tokenizer(path.read_text(encoding="utf-8"), unicode), Tokenizer.from_file(str(path))
+    if hasattr(theirs, "no_padding"):  # 1.0 has neither unless asked for
+        theirs.no_truncation()
+        theirs.no_padding()
     count = wrong = 0
     for text in given:
         count += 1
-        if ours.encode(text).tolist() != theirs.encode(text, add_special_tokens=False).ids:
+        if ours.encode(text).tolist() != list(theirs.encode(text, add_special_tokens=False).ids):
             wrong += 1
             if wrong <= show:
                 print(f"  differs: {text[:80]!r}")
@@ -118,6 +120,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", nargs="*", help="names in the folder; all by default")
     parser.add_argument("--text", type=Path, nargs="*", default=[])
     parser.add_argument("--every", type=int, default=1, help="every so many code points")
+    parser.add_argument("--unicode", type=int, choices=(16, 17), default=16, help="tables of split patterns")
     parser.add_argument("--results", type=Path, help="taken and not used: the exit status says it")
     args = parser.parse_args()
     failed = 0
@@ -129,7 +132,7 @@ def main() -> None:
             ("code points", code_points(args.every)),
             *((str(folder), texts(folder)) for folder in args.text),
         ):
-            count, wrong = differing(path, given)
+            count, wrong = differing(path, given, unicode=args.unicode)
             failed += wrong
             print(f"{path.parent.name}: {name}: {count} texts, {wrong} differ", flush=True)
     sys.exit(failed > 0)

@@ -92,7 +92,8 @@ class Template:
 class Tokenizer:
     """A tokenizer.json, as the data path uses it."""
 
-    def __init__(self, json: str) -> None: ...
+    def __init__(self, json: str, unicode: int = 16) -> None:
+        """unicode: version of the tables that split patterns read, 16 or 17; 17 only where our engine runs."""
     def encode(self, text: str) -> NDArray[np.uint32]:
         """Ids; added tokens are recognised, no post-processing."""
     def encode_text(self, text: str) -> NDArray[np.uint32]:

@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from rft.config.data import DataConfig, SourceConfig
+from rft.config.model import ModelConfig
 from rft.data.folder import SetFolder
 from rft.data.prepare import describe, evidence, prepare, remarks, report_with_plan
 from rft.errors import ConfigError, DataError, RftError
+from rft.models.tokenizer import load_tokenizer
 from support.data import CHATML, CHATML_TAGGED, chat, prepare_rows, some_chats, tiny_files, write_rows
 
 ROOT = Path(__file__).parents[2]
@@ -51,6 +53,15 @@ def test_the_same_config_again_is_a_hit(tmp_path, files, two_sets):
     assert again["reused"]
     assert again["key"] == two_sets["key"]
     assert {**again, "reused": 0, "seconds": 0} == {**two_sets, "reused": 0, "seconds": 0}
+
+
+def test_other_unicode_tables_are_another_set(tmp_path, files, two_sets):
+    newer = load_tokenizer(ModelConfig(path=str(tmp_path / "tokenizer"), unicode=17))
+    made = part(prepare(config(tmp_path), newer))
+    assert not made["reused"]
+    assert made["key"] != two_sets["key"]
+    manifest = json.loads((SetFolder(str(tmp_path / "sets")).root / made["key"] / "manifest.json").read_text())
+    assert manifest["inputs"]["unicode"] == "17.0.0"
 
 
 def test_another_file_is_another_set_with_its_rows(tmp_path, files, two_sets):

@@ -35,6 +35,8 @@ class ModelConfig(Table):
     """Disk that quantised bases (`nf4`, `int8`) may take in `$XDG_CACHE_HOME/rft/bases`, in GB: the next run over the same checkpoint reads its codes from there. Those used longest ago are removed for new ones; 0 keeps none."""
     rope: RopeConfig = RopeConfig()
     """Longer texts than the model was trained for."""
+    unicode: int = Field(16, ge=16, le=17)
+    """Unicode tables of the tokenizer's split pattern, as in the `tokenizers` library: 16 up to 0.23, 17 from 1.0 on. They differ in 4,804 characters: those new in 17, and U+0295."""
     add_tokens: list[str] = []
     """New tokens. Their embedding rows are trained and saved so that PEFT loads them."""
     trust_remote_code: bool = False

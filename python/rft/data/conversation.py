@@ -22,7 +22,7 @@ class PromptEncoder:
 
         self.template = template
         self.tokenizer = tokenizer
-        self._native = _native.Tokenizer(tokenizer.json)
+        self._native = _native.Tokenizer(tokenizer.json, tokenizer.unicode)
         control = sorted(tokenizer.control_tokens(), key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, control))) if control else None
 

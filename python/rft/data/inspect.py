@@ -73,7 +73,7 @@ class Inspector:
         from rft import _native
 
         self.store, self.loader = store, loader
-        self._native = _native.Tokenizer(tokenizer.json)
+        self._native = _native.Tokenizer(tokenizer.json, tokenizer.unicode)
         self._control = {tokenizer.token_id(text) for text in tokenizer.control_tokens()}
 
     def document(self, index: int, start: int = 0, length: int | None = None) -> Sample:

@@ -226,6 +226,7 @@ class _Job:
                 "eos_id": tokenizer.eos_id,
                 "bos_id": tokenizer.bos_id,
                 "vocab_size": tokenizer.vocab_size,
+                "unicode": tokenizer.unicode,
             },
             "template": self.template.source if self.template else None,
             "renderer": "native",

@@ -44,7 +44,7 @@ def load_speaker(target: Target, *, device: torch.device | None = None, dtype: t
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype or generation_dtype(device)
     home = target.home
-    tokenizer = load_tokenizer(ModelConfig(path=str(home)) if home else target.model)
+    tokenizer = load_tokenizer(ModelConfig(path=str(home), unicode=target.model.unicode) if home else target.model)
     source = find_model(target.model)
     model = build_meta(
         source, target.model, dtype, vocab_size=tokenizer.vocab_size, attention=_attention(source.config)

@@ -65,6 +65,8 @@ class TokenizerFiles:
     """Ids that `model.add_tokens` made: their embedding rows are new."""
     source: str = ""
     """Where it came from, for messages."""
+    unicode: int = 16
+    """Version of the Unicode tables that split patterns read (`model.unicode`)."""
 
     @cached_property
     def _backend(self) -> Any:
@@ -112,12 +114,13 @@ class TokenizerFiles:
 
 
 def load_tokenizer(model: ModelConfig) -> TokenizerFiles:
-    """The tokenizer of `model.path`, with `model.add_tokens` added.
+    """The tokenizer of `model.path`, with `model.add_tokens` added and `model.unicode`.
 
     Raises ModelError where there is none, it has no fast form, or it names no end token.
     """
     path = Path(model.path)
     files = _from_gguf(path) if path.is_file() else _from_folder(model)
+    files = replace(files, unicode=model.unicode)
     return _with_added(files, model.add_tokens) if model.add_tokens else files
 
 

@@ -98,7 +98,9 @@ def _from_store(run: RunRecord, store_path: str) -> tuple[list[Histogram], list[
         )
         histograms.append(fill_histogram(loader.plan(0).pack_tokens().tolist(), data["seq_len"]))
     final = run.path / "final"
-    home = {"path": str(final)} if (final / "tokenizer.json").is_file() else run.config["model"]
+    home = dict(run.config["model"])
+    if (final / "tokenizer.json").is_file():
+        home = {"path": str(final), "unicode": home.get("unicode", 16)}
     inspector = Inspector(store, load_tokenizer(ModelConfig(**home)))
     return histograms, samples_of(inspector, lengths)
 

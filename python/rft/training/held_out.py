@@ -37,7 +37,7 @@ def evaluate_target(
     config = eval_config(target, files, bf16=inspect_machine(world.device, world.world_size).bf16)
     job = inspect_job(config, world)
     if target.home is not None:  # what the weights were trained with, whatever the base's folder says today
-        job.tokenizer = load_tokenizer(ModelConfig(path=str(target.home)))
+        job.tokenizer = load_tokenizer(ModelConfig(path=str(target.home), unicode=config.model.unicode))
     add_data(job, None)
     held_out = _build(job, world, own_split=bool(config.data.eval_fraction))
     evaluation = evaluate(held_out, progress)

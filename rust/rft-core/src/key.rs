@@ -6,6 +6,7 @@ use xxhash_rust::xxh3::{xxh3_64, xxh3_128};
 use crate::error::{Error, Kind, Result};
 use crate::readers;
 use crate::spec::{FORMAT_VERSION, Source, Spec};
+use crate::tokenizer::unicode::Version;
 
 /// Version of the code that turns rows into tokens: raised when the same input gives other tokens or masks.
 const CODE_VERSION: u32 = 3;
@@ -66,6 +67,9 @@ pub fn inputs(spec: &Spec, hashes: &[String]) -> Value {
         "seed": spec.sources.iter().any(|source| source.weight.fract() != 0.0).then_some(spec.seed),
         "shard_bytes": spec.shard_bytes,
     });
+    if tokenizer.unicode != Version::default() {
+        inputs["unicode"] = tokenizer.unicode.name().into();
+    }
     if spec.interleave && spec.sources.iter().any(|source| source.set != spec.sources[0].set) {
         inputs["interleave"] = true.into();
     }

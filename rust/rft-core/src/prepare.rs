@@ -25,7 +25,6 @@ use crate::rows::{Outcome, Renderer, Rows, Scratch};
 use crate::seen::Seen;
 use crate::spec::{FormatChoice, OnError, Part, Source, Spec};
 use crate::store::{self, Begun, Document, Shard, SourceRecord, Writer};
-use crate::tokenizer::unicode;
 use crate::tokens::{Tokens, Told};
 
 /// A block is what a thread takes at a time: large enough for a caller's renderer, small enough to share out evenly.
@@ -120,7 +119,7 @@ pub(crate) fn layout(spec: &Spec, key: String) -> store::Layout {
         vocab_size: spec.tokenizer.vocab_size,
         tokenizer: xxh3_64(spec.tokenizer.json.as_bytes()),
         template: spec.template.as_ref().map_or(0, |text| xxh3_64(text.as_bytes())),
-        unicode: unicode::Version::default().name().into(),
+        unicode: spec.tokenizer.unicode.name().into(),
         shard_bytes: spec.shard_bytes,
     }
 }

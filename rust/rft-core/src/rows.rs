@@ -79,7 +79,7 @@ impl<'a> Rows<'a> {
         let tagged = spec.template.as_deref().is_some_and(template::has_tags);
         let wanted =
             Wanted { train_on: spec.train_on.clone(), thinking: spec.thinking, end_of_turn: spec.end_of_turn, tagged };
-        let tokenizer = Tokenizer::new(&spec.tokenizer.json)?;
+        let tokenizer = Tokenizer::load(&spec.tokenizer.json, spec.tokenizer.unicode, spec.num_threads())?;
         let mut rows = Rows { spec, tokenizer, template, wanted, parts: false, renderer, shapes: None };
         rows.parts = rows.needs_parts()?;
         if let (Some(source), None) = (&spec.template, renderer) {

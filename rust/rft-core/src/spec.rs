@@ -8,6 +8,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 use crate::error::{Error, Kind, Result};
 use crate::format::Format;
 use crate::store::SHARD_BYTES;
+use crate::tokenizer::unicode::Version;
 
 /// Positions in a shard are 32 bits wide.
 const MAX_SHARD_BYTES: u64 = 1 << 30;
@@ -216,6 +217,9 @@ pub struct TokenizerSpec {
     pub bos_id: Option<u32>,
     /// Ids are below this.
     pub vocab_size: u32,
+    /// Unicode tables of its split pattern, 16 or 17.
+    #[serde(default)]
+    pub unicode: Version,
 }
 
 /// Who renders chats.

@@ -1,4 +1,4 @@
-//! What a config says of data: `[model] path, revision, add_tokens`, `[data]`, and `train.seed`. The same file, names, types and
+//! What a config says of data: `[model] path, revision, add_tokens, unicode`, `[data]`, and `train.seed`. The same file, names, types and
 //! defaults as `rft` takes (a test compares them with its schema); all other tables are left unread, and that is told.
 
 use std::collections::BTreeMap;
@@ -7,6 +7,7 @@ use std::str::FromStr;
 
 use rft_core::plan::{Overlong, Packing};
 use rft_core::spec::{ControlPolicy, EndOfTurn, FormatChoice, OnError, Thinking, TrainOn};
+use rft_core::tokenizer::unicode::Version;
 use rft_core::{Error, Kind, Result};
 use serde::de::{DeserializeOwned, Error as _};
 use serde::{Deserialize, Deserializer, Serialize};
@@ -14,7 +15,7 @@ use toml::{Table, Value};
 
 const ROLES: [&str; 4] = ["system", "user", "assistant", "tool"];
 /// Keys of `[model]` that decide ids.
-const MODEL_KEYS: [&str; 3] = ["path", "revision", "add_tokens"];
+const MODEL_KEYS: [&str; 4] = ["path", "revision", "add_tokens", "unicode"];
 
 /// Of `[model]` what decides ids.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -28,6 +29,9 @@ pub struct ModelTable {
     /// New tokens.
     #[serde(default)]
     pub add_tokens: Vec<String>,
+    /// Unicode tables of the tokenizer's split pattern.
+    #[serde(default)]
+    pub unicode: Version,
 }
 
 /// `[[data.train]]` and `[[data.eval]]`.

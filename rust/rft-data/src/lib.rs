@@ -26,7 +26,7 @@ use serde_json::json;
 pub type Poll<'a> = &'a dyn Fn() -> Result<()>;
 
 const ABOUT: &str = "The data engine of rft: rows in, tokenised and masked sets out, for rft and for other trainers.";
-const AFTER: &str = "A CONFIG is the TOML that `rft train` takes: [model] path, revision, add_tokens, [data] and train.seed are read, the other \
+const AFTER: &str = "A CONFIG is the TOML that `rft train` takes: [model] path, revision, add_tokens, unicode, [data] and train.seed are read, the other \
 tables are not (and it says so). Flags do in its place: --model DIR --data FILE.\n\
 A SET is the folder of a prepared set, or its key, or the beginning of its key.\n\n\
 Exit codes: 0 done; 1 failed, or a set is damaged; 2 wrong arguments, rows or files, or no such set.";

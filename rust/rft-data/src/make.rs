@@ -80,6 +80,7 @@ fn prepare_one(
         "tokenizer": {
             "json": tokenizer.json, "special": tokenizer.special, "add_bos": tokenizer.add_bos,
             "eos_id": tokenizer.eos_id, "bos_id": tokenizer.bos_id, "vocab_size": tokenizer.vocab_size,
+            "unicode": tokenizer.unicode,
         },
         "template": model.template,
         "renderer": "native",

@@ -7,6 +7,7 @@ use std::path::PathBuf;
 
 use rft_core::spec::TokenizerSpec;
 use rft_core::template::Template;
+use rft_core::tokenizer::unicode::Version;
 use rft_core::{Error, Kind, Result};
 use serde_json::{Map, Value};
 use tokenizers::{AddedToken, Tokenizer};
@@ -60,7 +61,8 @@ impl Model {
             settings.insert("eos_token".into(), token.into());
         }
         let own = own_template(&folder, &settings)?;
-        let spec = finished(&mut tokenizer, &settings, &config.model.add_tokens, &folder)?;
+        let mut spec = finished(&mut tokenizer, &settings, &config.model.add_tokens, &folder)?;
+        spec.unicode = config.model.unicode;
         let template = chosen_template(config, own, &spec)?;
         if let Some(source) = &template {
             check_template(&config.data.template, source, &spec.special)?;
@@ -214,7 +216,7 @@ fn finished(
     }
     let json = tokenizer.to_string(false).map_err(|e| wrong(place, e))?;
     let special = special.into_iter().map(|(name, text)| (name, Some(text))).collect();
-    Ok(TokenizerSpec { json, special, add_bos, eos_id, bos_id, vocab_size })
+    Ok(TokenizerSpec { json, special, add_bos, eos_id, bos_id, vocab_size, unicode: Version::default() })
 }
 
 /// Tokens that tokenizer_config.json lists by id and the file lacks, in order of their ids.

@@ -1,6 +1,7 @@
 //! `Tokenizer`.
 
 use numpy::{IntoPyArray, PyArray1, PyReadonlyArray1, ToPyArray};
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use rft_core::tokenizer;
 
@@ -12,8 +13,11 @@ pub struct Tokenizer(tokenizer::Tokenizer);
 #[pymethods]
 impl Tokenizer {
     #[new]
-    fn new(py: Python<'_>, json: &str) -> PyResult<Self> {
-        py.detach(|| tokenizer::Tokenizer::new(json)).map(Tokenizer).map_err(to_py)
+    #[pyo3(signature = (json, unicode=16))]
+    fn new(py: Python<'_>, json: &str, unicode: u32) -> PyResult<Self> {
+        let version = tokenizer::unicode::Version::try_from(unicode).map_err(PyValueError::new_err)?;
+        let threads = std::thread::available_parallelism().map_or(1, usize::from);
+        py.detach(|| tokenizer::Tokenizer::load(json, version, threads)).map(Tokenizer).map_err(to_py)
     }
 
     fn encode<'py>(&self, py: Python<'py>, text: &str) -> PyResult<Bound<'py, PyArray1<u32>>> {

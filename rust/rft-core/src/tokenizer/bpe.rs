@@ -22,6 +22,7 @@ use std::borrow::Cow;
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
+use super::Side;
 use super::model::{Model, SPACE_MARK};
 use super::pairs::{self, Growing, MAX_TOKENS, Pairs};
 use super::trie::{NONE, Trie};
@@ -167,7 +168,7 @@ struct Merge {
 
 impl Bpe {
     /// From a model; else why it cannot be.
-    pub fn new(model: &Model<'_>, unit: Unit) -> Result<Bpe, String> {
+    pub fn new(model: &Model<'_>, unit: Unit, threads: usize) -> Result<Bpe, String> {
         let vocab = &model.vocab.0;
         let top = vocab.iter().map(|(_, id)| *id as usize + 1).max().unwrap_or(0);
         if top > MAX_TOKENS {
@@ -179,24 +180,32 @@ impl Bpe {
         if ids.len() != vocab.len() {
             return Err("its vocabulary names a token twice".to_string());
         }
-        let texts = texts_of(vocab, top, unit)?;
-        let mut merges = Vec::with_capacity(model.merges.0.len());
-        let mut joined = String::new();
-        for (rank, (left, right)) in model.merges.0.iter().enumerate() {
-            joined.clear();
-            joined.push_str(left);
-            joined.push_str(right);
-            let get = |token: &str| ids.get(token).copied().ok_or_else(|| format!("its merge {rank} has no token"));
-            merges.push(Merge { left: get(left)?, right: get(right)?, product: get(&joined)? });
-        }
+        let (texts, merges) = std::thread::scope(|scope| {
+            let texts = Side::new(scope, threads, || texts_of(vocab, top, unit));
+            let all = model.merges.0.as_slice();
+            // The texts take a thread about as long as a third of the merges.
+            let (first, second) = all.split_at(if threads > 1 { all.len() * 2 / 3 } else { all.len() });
+            let more = Side::new(scope, threads, || merges_of(second, first.len(), &ids));
+            let merges = merges_of(first, 0, &ids).and_then(|mut merges| {
+                merges.append(&mut more.get()?);
+                Ok(merges)
+            });
+            (texts.get(), merges)
+        });
+        let (texts, merges) = (texts?, merges?);
         let (mut bpe, mut pairs) = (Bpe::units(unit, &texts), Growing::new(top));
         if !bpe.number_in_order(&merges, &texts, &mut pairs) {
             (bpe, pairs) = (Bpe::units(unit, &texts), Growing::new(top));
             bpe.number_by_running(&merges, &texts, &mut pairs)?;
         }
-        bpe.pairs = pairs.fixed();
-        bpe.finish(&texts, &ids, model.ignore_merges)?;
-        Ok(bpe)
+        let numbered = bpe.ids.clone();
+        std::thread::scope(|scope| {
+            let search = Side::new(scope, threads, || searched(&numbered, &texts));
+            bpe.pairs = pairs.fixed();
+            bpe.finish(&texts, &ids, model.ignore_merges)?;
+            (bpe.trie, bpe.shorter) = search.get();
+            Ok(bpe)
+        })
     }
 
     /// Only units, no merges.
@@ -310,19 +319,6 @@ impl Bpe {
     }
 
     fn finish(&mut self, texts: &Texts, ids: &FoldMap<&str, u32>, ignore_merges: bool) -> Result<(), String> {
-        let mut sorted: Vec<(&[u8], u32)> =
-            self.ids.iter().zip(0..).map(|(id, number)| (texts.get(*id), number)).collect();
-        sorted.sort_unstable();
-        self.shorter = vec![NONE; sorted.len()];
-        let mut open: Vec<(&[u8], u32)> = Vec::new();
-        for (text, number) in &sorted {
-            while open.last().is_some_and(|(before, _)| !text.starts_with(before)) {
-                open.pop();
-            }
-            self.shorter[*number as usize] = open.last().map_or(NONE, |(_, before)| *before);
-            open.push((text, *number));
-        }
-        self.trie = Trie::new(&sorted);
         self.lengths = self.ids.iter().map(|id| texts.get(*id).len() as u32).collect();
         self.ends.push(0);
         for id in &self.ids {
@@ -653,6 +649,40 @@ impl Bpe {
         self.leaves(left, symbols);
         self.leaves(right, symbols);
     }
+}
+
+/// Merges as ids; `before` come before them.
+fn merges_of(
+    merges: &[(Cow<'_, str>, Cow<'_, str>)],
+    before: usize,
+    ids: &FoldMap<&str, u32>,
+) -> Result<Vec<Merge>, String> {
+    let mut all = Vec::with_capacity(merges.len());
+    let mut joined = String::new();
+    for (rank, (left, right)) in (before..).zip(merges) {
+        joined.clear();
+        joined.push_str(left);
+        joined.push_str(right);
+        let get = |token: &str| ids.get(token).copied().ok_or_else(|| format!("its merge {rank} has no token"));
+        all.push(Merge { left: get(left)?, right: get(right)?, product: get(&joined)? });
+    }
+    Ok(all)
+}
+
+/// The trie of tokens by their inside numbers, and the longest shorter token that each starts with.
+fn searched(ids: &[u32], texts: &Texts) -> (Trie, Vec<u32>) {
+    let mut sorted: Vec<(&[u8], u32)> = ids.iter().zip(0..).map(|(id, number)| (texts.get(*id), number)).collect();
+    sorted.sort_unstable();
+    let mut shorter = vec![NONE; sorted.len()];
+    let mut open: Vec<(&[u8], u32)> = Vec::new();
+    for (text, number) in &sorted {
+        while open.last().is_some_and(|(before, _)| !text.starts_with(before)) {
+            open.pop();
+        }
+        shorter[*number as usize] = open.last().map_or(NONE, |(_, before)| *before);
+        open.push((text, *number));
+    }
+    (Trie::new(&sorted), shorter)
 }
 
 /// A text as units; false where one has no token.

@@ -40,8 +40,9 @@ pub struct FileIds {
     pub ends: Vec<u64>,
 }
 
-/// Text that one thread takes at a time.
-const PART: usize = 1 << 20;
+/// Text that one thread takes at a time. With its ids it fits the second-level cache; and what the last thread is still at
+/// when the others are done is at most this.
+const PART: usize = 1 << 18;
 
 impl Tokenizer {
     /// Ids of the documents in a text, which lie between separator bytes (none behind the last); added tokens are
@@ -92,10 +93,10 @@ impl Tokenizer {
         }
         let separator = parts.separator;
         let reader = Mutex::new((parts, 0usize));
-        let joined = Mutex::new(Joined { documents, waiting: BTreeMap::new(), next: 0, broken: None });
+        let joined = Mutex::new(Joined { documents, ..Joined::default() });
         let work = || -> std::io::Result<()> {
             self.with_scratch(|scratch| {
-                let mut part = Vec::new();
+                let (mut part, mut own) = (Vec::new(), Documents::default());
                 loop {
                     let Ok(mut reader) = reader.lock() else { return Ok(()) };
                     if !reader.0.next(&mut part)? {
@@ -104,10 +105,12 @@ impl Tokenizer {
                     let index = reader.1;
                     reader.1 += 1;
                     drop(reader);
-                    let mut own = Documents { ids: Vec::with_capacity(part.len() / 3), ends: Vec::new() };
-                    let result = self.encode_part(&part, separator, scratch, &mut own).map(|()| own);
+                    own.ids.reserve(part.len() / 3);
+                    let result = self.encode_part(&part, separator, scratch, &mut own);
+                    let result = result.map(|()| std::mem::take(&mut own));
                     if let Ok(mut joined) = joined.lock() {
                         joined.take(index, result);
+                        own = joined.spare.pop().unwrap_or_default();
                     }
                 }
             })
@@ -160,10 +163,13 @@ impl Tokenizer {
 }
 
 /// What threads made, put together in order as it comes.
+#[derive(Default)]
 struct Joined {
     documents: Documents,
     /// Parts whose turn has not come.
     waiting: BTreeMap<usize, std::result::Result<Documents, usize>>,
+    /// Memory for parts to come: given back to the system, it would be asked for again page by page.
+    spare: Vec<Documents>,
     next: usize,
     /// The first document that is no text; nothing is joined behind it.
     broken: Option<u64>,
@@ -177,10 +183,13 @@ impl Joined {
         {
             self.next += 1;
             match part {
-                Ok(part) => {
+                Ok(mut part) => {
                     let before = self.documents.ids.len() as u64;
                     self.documents.ids.extend_from_slice(&part.ids);
                     self.documents.ends.extend(part.ends.iter().map(|end| before + end));
+                    part.ids.clear();
+                    part.ends.clear();
+                    self.spare.push(part);
                 }
                 Err(at) => self.broken = Some((self.documents.ends.len() + at) as u64),
             }

@@ -124,7 +124,7 @@ fn texts() -> Vec<String> {
 
 /// The same tokenizer for the library with only those tokens that the texts can hold, which loads in no time. On these
 /// texts it gives what the whole file gives: every token that BPE makes on the way is a part of the text.
-pub fn small(plan: &Plan<'_>) -> Value {
+fn small(plan: &Plan<'_>) -> Value {
     // Parts of the texts by hash: a token that is none of them by chance does no harm.
     const LONGEST: usize = 24;
     let byte_level = !matches!(plan.scheme, Scheme::Spaces { .. });
@@ -187,15 +187,20 @@ pub fn small(plan: &Plan<'_>) -> Value {
     })
 }
 
+/// The texts, and what the library makes of them.
+pub fn wanted(plan: &Plan<'_>) -> Result<Vec<(String, Encoded)>, String> {
+    let slow = Slow::new(&small(plan).to_string()).map_err(|e| e.problem)?;
+    texts().into_iter().map(|text| slow.encode(&text).map(|wanted| (text, wanted)).map_err(|e| e.problem)).collect()
+}
+
 /// Why the fast engine is not to be used, if it is not.
-pub fn check(fast: &Engine, slow: &Slow) -> Result<(), String> {
+pub fn check(fast: &Engine, wanted: &[(String, Encoded)]) -> Result<(), String> {
     let mut scratch = fast.scratch();
-    for text in texts() {
+    for (text, wanted) in wanted {
         let mut given = Encoded::default();
         let mut sink = Sink { ids: &mut given.ids, places: Places::Spans(&mut given.offsets) };
-        fast.encode(&text, false, &mut scratch, &mut sink, &mut |_| {});
-        let wanted = slow.encode(&text).map_err(|e| e.problem)?;
-        if given != wanted {
+        fast.encode(text, false, &mut scratch, &mut sink, &mut |_| {});
+        if given != *wanted {
             return Err(format!("the self-check at load found other ids for {text:?}"));
         }
     }

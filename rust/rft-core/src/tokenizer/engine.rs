@@ -1,9 +1,10 @@
 //! The fast engine: added tokens, normal form, pieces, ids.
 
+use super::Side;
 use super::added::{Finder, Stretch};
 use super::borders::Borders;
 use super::bpe::{Bpe, Memo, Unit};
-use super::cache::{Cache, Found, Key, LONG, SHORT, key};
+use super::cache::{Cache, FEW, Found, Key, LONG, SHORT, SOME, Shared, Short, key};
 use super::cut::{Cutter, Scheme};
 use super::masks::Simd;
 use super::model::{Added, Form, Plan, Prefix, SPACE_MARK};
@@ -24,11 +25,11 @@ pub struct Engine {
     normalized: Finder,
     bpe: Bpe,
     borders: Option<Borders>,
-    /// A cache that holds the vocabulary.
-    seed: Cache,
+    /// What pieces became; from the start the vocabulary.
+    shared: Shared,
 }
 
-/// What one thread works with: its piece cache and buffers. It belongs to one tokenizer.
+/// What one thread works with: its view of the piece cache, and buffers. It belongs to one tokenizer.
 pub struct Scratch {
     pub(super) cache: Cache,
     memo: Memo,
@@ -57,7 +58,7 @@ struct Gap {
     filled: usize,
     start: usize,
     end: usize,
-    /// Whether they are only too many to stand between the others.
+    /// Whether it is known, but its ids are too many to stand between the others.
     known: bool,
     /// Where its parts end.
     parts: usize,
@@ -128,9 +129,14 @@ struct Work<'a, 's> {
 
 impl Engine {
     /// From a plan and the added tokens as the library numbers them; else why it cannot be.
-    pub fn new(plan: Plan<'_>, added: Vec<Added>, version: Version) -> std::result::Result<Engine, String> {
+    pub fn new(
+        plan: &Plan<'_>,
+        added: Vec<Added>,
+        version: Version,
+        threads: usize,
+    ) -> std::result::Result<Engine, String> {
         let unit = if matches!(plan.scheme, Scheme::Spaces { .. }) { Unit::Char } else { Unit::Byte };
-        let bpe = Bpe::new(&plan.model, unit)?;
+        let bpe = Bpe::new(&plan.model, unit, threads)?;
         let marks_first = unit == Unit::Char && matches!(plan.prefix, Prefix::Never | Prefix::Always);
         let content = |token: &Added| -> String {
             if unit == Unit::Char && marks_first {
@@ -148,7 +154,12 @@ impl Engine {
             Scheme::Gpt2 { digits: true } => Classes::behind_digits(version),
             _ => Classes::of(version),
         };
-        let mut engine = Engine {
+        let (borders, shared) = std::thread::scope(|scope| {
+            let borders = Side::new(scope, threads, || if bpe.has_parts() { Borders::new(bpe.texts()) } else { None });
+            let shared = seeded(&bpe);
+            (borders.get(), shared)
+        });
+        Ok(Engine {
             simd: Simd::best(),
             cutter: Cutter::new(plan.scheme, classes, bpe.glue()),
             form: plan.form,
@@ -156,33 +167,16 @@ impl Engine {
             marks_first,
             raw,
             normalized,
-            borders: if bpe.has_parts() { Borders::new(bpe.texts()) } else { None },
+            borders,
             bpe,
-            seed: Cache::new(0),
-        };
-        engine.seed = engine.seeded();
-        Ok(engine)
-    }
-
-    /// A cache with every token that merges reach. (Others in the vocabulary are not what their text becomes.)
-    fn seeded(&self) -> Cache {
-        let short = self.bpe.texts().filter(|text| text.len() <= SHORT).count();
-        let mut cache = Cache::new(short + short / 4);
-        for (text, id) in self.bpe.texts().zip(self.bpe.ids()) {
-            if text.len() <= SHORT {
-                let key = key(text, 0, text.len());
-                cache.put(key, &[*id]);
-            } else if text.len() <= LONG {
-                cache.put_long(text, &[*id]);
-            }
-        }
-        cache
+            shared,
+        })
     }
 
     /// What a thread needs.
     pub fn scratch(&self) -> Scratch {
         Scratch {
-            cache: self.seed.clone(),
+            cache: Cache::new(&self.shared),
             memo: Memo::default(),
             ends: None,
             keys: Box::new([Asked { keys: [0; STEP], slots: [0; STEP] }; 2]),
@@ -207,7 +201,7 @@ impl Engine {
         let work = &mut Work { scratch, sink: &mut sink, look: &mut |_| {}, whole: Some((text, start)) };
         self.cut(document, false, work);
         let Scratch { filled, gaps, .. } = work.scratch;
-        gaps.push(Gap { filled: *filled, start, end: start, known: true, parts: 0 });
+        gaps.push(Gap { filled: *filled, start, end: start, known: false, parts: 0 });
     }
 
     /// Puts out the ids of all documents that were added, and where each ends.
@@ -461,17 +455,18 @@ impl Engine {
         for gap in gaps.iter_mut() {
             let (piece, base) = (&text[gap.start..gap.end], gap.start);
             let mut start = base;
+            let own = (gap.known || piece.len() > LONG) && cache.own(piece).is_some();
             match &self.borders {
                 _ if piece.is_empty() => {}
-                Some(borders) if !gap.known && !piece.is_ascii() => borders.cut(piece, |end| {
+                Some(borders) if !own && !piece.is_ascii() => borders.cut(piece, |end| {
                     let end = base + end;
                     if end - start <= SHORT {
-                        cache.ask(key(text, start, end - start));
+                        cache.short().ask(key(text, start, end - start));
                     }
                     parts.push(Part::new(start, end, end - start < piece.len()));
                     start = end;
                 }),
-                _ => parts.push(Part::new(start, gap.end, gap.known || piece.len() > LONG)),
+                _ => parts.push(Part::new(start, gap.end, own)),
             }
             gap.parts = parts.len();
         }
@@ -510,17 +505,28 @@ impl Engine {
                             Some(job) => rounds.ids(job, &self.bpe, ids),
                             None => self.bpe.encode(&text[part.start..part.end], memo, ids),
                         }
-                        cache.keep(text, part.start, part.end, &ids[before..]);
+                        cache.keep(&self.shared, text, part.start, part.end, &ids[before..]);
                     }
                 }
             }
             if gap.parts - next > 1 && cache.find(text, gap.start, gap.end).is_none() {
-                cache.keep(text, gap.start, gap.end, &ids[before..]);
+                cache.keep(&self.shared, text, gap.start, gap.end, &ids[before..]);
             }
             next = gap.parts;
         }
         ids.extend_from_slice(&out[copied..*filled]);
     }
+}
+
+/// What is known from the start: every token that merges reach. (Others in the vocabulary are not what their text becomes.)
+fn seeded(bpe: &Bpe) -> Shared {
+    let short = bpe.texts().filter(|text| text.len() <= SHORT).count();
+    let shared = Shared::new(short + short / 4);
+    let mut cache = Cache::new(&shared);
+    for (text, id) in bpe.texts().zip(bpe.ids()).filter(|(text, _)| text.len() <= LONG) {
+        cache.keep(&shared, text, 0, text.len(), &[*id]);
+    }
+    shared
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -534,14 +540,15 @@ fn look_up_avx2(text: &[u8], first: usize, ends: &[u32], scratch: &mut Scratch) 
 #[inline(always)]
 fn look_up_any(text: &[u8], first: usize, ends: &[u32], scratch: &mut Scratch) {
     let Scratch { cache, keys, out, gaps, .. } = scratch;
+    let (short, long) = (cache.short(), cache.long());
     let (mut asked, mut start, mut filled) = (first, first, scratch.filled);
     let (mut steps, mut half) = (ends.chunks(STEP).peekable(), 0);
     if let Some(step) = steps.peek() {
-        asked = ask(cache, text, asked, step, &mut keys[0]);
+        asked = ask(short, text, asked, step, &mut keys[0]);
     }
     while let Some(step) = steps.next() {
         if let Some(step) = steps.peek() {
-            asked = ask(cache, text, asked, step, &mut keys[half ^ 1]);
+            asked = ask(short, text, asked, step, &mut keys[half ^ 1]);
         }
         let asked = &keys[half];
         half ^= 1;
@@ -550,23 +557,23 @@ fn look_up_any(text: &[u8], first: usize, ends: &[u32], scratch: &mut Scratch) {
             start = end;
             let mut known = false;
             if end - from <= SHORT {
-                match cache.get(*key, *slot) {
-                    Some(Found::Few(few, count)) => {
-                        out[filled..filled + 4].copy_from_slice(&few);
+                if let Some((few, count)) = short.get(*key, *slot) {
+                    if count <= FEW {
+                        out[filled..filled + FEW].copy_from_slice(&few);
                         filled += count;
                         continue;
                     }
-                    found => known = found.is_some(),
+                    known = true;
                 }
-            } else if end - from <= LONG {
-                match cache.get_long(&text[from..end]) {
-                    Some(Found::Few(few, count)) => {
-                        out[filled..filled + 7].copy_from_slice(&few);
-                        filled += count;
-                        continue;
-                    }
-                    found => known = found.is_some(),
+            } else if end - from <= LONG
+                && let Some((few, count)) = long.get(&text[from..end])
+            {
+                if count <= SOME {
+                    out[filled..filled + SOME].copy_from_slice(&few);
+                    filled += count;
+                    continue;
                 }
+                known = true;
             }
             gaps.push(Gap { filled, start: from, end, known, parts: 0 });
         }
@@ -576,12 +583,12 @@ fn look_up_any(text: &[u8], first: usize, ends: &[u32], scratch: &mut Scratch) {
 
 /// Makes the keys of the pieces from `from` on and asks for their cache lines; gives where the last one ends.
 #[inline(always)]
-fn ask(cache: &Cache, text: &[u8], mut from: usize, ends: &[u32], asked: &mut Asked) -> usize {
+fn ask(short: Short<'_>, text: &[u8], mut from: usize, ends: &[u32], asked: &mut Asked) -> usize {
     for ((at_key, at_slot), end) in asked.keys.iter_mut().zip(&mut asked.slots).zip(ends) {
         let end = *end as usize;
         if end - from <= SHORT {
             let key = key(text, from, end - from);
-            (*at_key, *at_slot) = (key, cache.ask(key));
+            (*at_key, *at_slot) = (key, short.ask(key));
         }
         from = end;
     }

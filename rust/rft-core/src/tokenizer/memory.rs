@@ -11,26 +11,22 @@ pub struct Table<T> {
 /// The size of a large page.
 const PAGE: usize = 2 << 20;
 
-impl<T: Copy> Clone for Table<T> {
-    fn clone(&self) -> Table<T> {
-        Table::with(self.len(), self.slots()[0], |held| held.extend_from_slice(self.slots()))
-    }
-}
-
-impl<T: Copy + Default> Table<T> {
+impl<T: Default> Table<T> {
     /// `size` slots of [`Default`]; a power of two, at least 2.
     pub fn new(size: usize) -> Table<T> {
-        Table::filled(size, T::default())
+        Table::with(size, T::default)
     }
 }
 
 impl<T: Copy> Table<T> {
     /// `size` slots that hold the same; a power of two, at least 2.
     pub fn filled(size: usize, value: T) -> Table<T> {
-        Table::with(size, value, |held| held.resize(held.len() + size, value))
+        Table::with(size, || value)
     }
+}
 
-    fn with(size: usize, value: T, fill: impl FnOnce(&mut Vec<T>)) -> Table<T> {
+impl<T> Table<T> {
+    fn with(size: usize, value: impl FnMut() -> T) -> Table<T> {
         let bytes = size * size_of::<T>();
         let spare = if bytes >= PAGE { PAGE / size_of::<T>() } else { 0 };
         let mut held: Vec<T> = Vec::with_capacity(size + spare);
@@ -40,8 +36,7 @@ impl<T: Copy> Table<T> {
             skipped = (address.next_multiple_of(PAGE) - address) / size_of::<T>();
             large_pages(&held);
         }
-        held.resize(skipped, value);
-        fill(&mut held);
+        held.resize_with(skipped + size, value);
         Table { held, skipped, shift: 64 - size.trailing_zeros() }
     }
 
@@ -67,12 +62,10 @@ impl<T: Copy> Table<T> {
         (slot + 1) & (self.len() - 1)
     }
 
-    /// The slot to try behind a slot where `first` was tried first: the other one of a pair, then the next pair.
+    /// What hashes are shifted by to give a slot.
     #[inline(always)]
-    pub fn next_near(&self, slot: usize, first: usize) -> usize {
-        // The same place in its pair as the first: the other one is next.
-        let step = if (slot ^ first) & 1 == 0 { slot } else { slot + 2 };
-        (step ^ 1) & (self.len() - 1)
+    pub fn shift(&self) -> u32 {
+        self.shift
     }
 
     /// A slot.
@@ -92,6 +85,14 @@ impl<T: Copy> Table<T> {
     pub fn prefetch(&self, slot: usize) {
         prefetch(self.at(slot));
     }
+}
+
+/// The slot, of so many, to try behind a slot where `first` was tried first: the other one of a pair, then the next pair.
+#[inline(always)]
+pub fn next_near(slot: usize, first: usize, size: usize) -> usize {
+    // The same place in its pair as the first: the other one is next.
+    let step = if (slot ^ first) & 1 == 0 { slot } else { slot + 2 };
+    (step ^ 1) & (size - 1)
 }
 
 /// Asks for the cache line of a place.

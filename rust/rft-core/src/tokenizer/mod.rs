@@ -26,6 +26,7 @@ pub mod unicode;
 mod walk;
 
 use std::sync::{Mutex, OnceLock};
+use std::thread::{Scope, ScopedJoinHandle};
 
 use crate::error::{Error, Kind, Result};
 use crate::template::MARK;
@@ -74,29 +75,44 @@ pub struct Scratch(Option<Box<engine::Scratch>>);
 const SPARE: usize = 4;
 
 impl Tokenizer {
-    /// Loads the text of a tokenizer.json; its post-processor, truncation and padding are left out.
+    /// Loads the text of a tokenizer.json on one thread; its post-processor, truncation and padding are left out.
     pub fn new(json: &str) -> Result<Tokenizer> {
-        Tokenizer::with_version(json, unicode::Version::default())
+        Tokenizer::load(json, unicode::Version::default(), 1)
     }
 
-    /// The same with a version of the Unicode tables of split patterns. The self-check is against the linked
-    /// `tokenizers` crate, whose tables are 16: texts of the check hold no character that the versions tell apart.
-    pub fn with_version(json: &str, version: unicode::Version) -> Result<Tokenizer> {
+    /// The same with a version of the Unicode tables of split patterns, and on up to three threads.
+    ///
+    /// The self-check is against the linked `tokenizers` crate, whose tables are 16: texts of the check hold no character
+    /// that the versions tell apart, so it says the same for both.
+    ///
+    /// # Errors
+    /// Other tables than the crate's for a file that is left to the crate.
+    pub fn load(json: &str, version: unicode::Version, threads: usize) -> Result<Tokenizer> {
         let made = model::Plan::read(json).and_then(|plan| {
             let added = plan.added.clone();
             let ids = plan.model.vocab.0.iter().map(|(_, id)| *id).chain(added.iter().map(|token| token.id));
             let top_id = ids.max().unwrap_or(0);
-            let small = check::small(&plan);
-            let fast = Fast::new(plan, added.clone(), version)?;
-            let small = Slow::new(&small.to_string()).map_err(|e| e.problem)?;
-            check::check(&fast, &small)?;
-            Ok((Box::new(fast), added, top_id))
+            std::thread::scope(|scope| {
+                let wanted = Side::new(scope, threads, || check::wanted(&plan));
+                let fast = Fast::new(&plan, added.clone(), version, threads)?;
+                check::check(&fast, &wanted.get()?)?;
+                Ok((Box::new(fast), added, top_id))
+            })
         });
         let slow = OnceLock::new();
         let (fast, added, top_id) = match made {
             Ok((fast, added, top_id)) => (Ok(fast), added, top_id),
             Err(reason) => {
                 let loaded = Slow::new(json)?;
+                if version != unicode::Version::default() {
+                    let problem = format!(
+                        "the tokenizers library has to run it, because {reason}, and has no tables of Unicode {}",
+                        version.name()
+                    );
+                    return Err(Error::new(Kind::Tokenizer, "tokenizer.json", problem)
+                        .wanted(format!("Unicode {} for this tokenizer", unicode::Version::default().name()))
+                        .remedy("leave model.unicode out"));
+                }
                 let added = loaded.added();
                 let top_id = loaded.top_id();
                 let _ = slow.set(Ok(loaded));
@@ -131,7 +147,7 @@ impl Tokenizer {
         &self.control
     }
 
-    /// What a thread needs for the `_into` calls. Where the engine is fast some 20 MB, for a vocabulary of 150,000.
+    /// What a thread needs for the `_into` calls: its buffers, some 0.6 MB, beside the table that threads share.
     pub fn scratch(&self) -> Scratch {
         Scratch(self.fast.as_ref().ok().map(|fast| Box::new(fast.scratch())))
     }
@@ -295,6 +311,25 @@ impl Tokenizer {
     pub fn tokens(&self, ids: &[u32]) -> Result<Vec<String>> {
         let slow = self.slow()?;
         ids.iter().map(|id| slow.token(*id)).collect()
+    }
+}
+
+/// Work that is done beside other work, or, on one thread, when its result is asked for.
+enum Side<'scope, T, F> {
+    Begun(ScopedJoinHandle<'scope, T>),
+    Later(F),
+}
+
+impl<'scope, T: Send + 'scope, F: FnOnce() -> T + Send + 'scope> Side<'scope, T, F> {
+    fn new(scope: &'scope Scope<'scope, '_>, threads: usize, work: F) -> Side<'scope, T, F> {
+        if threads > 1 { Side::Begun(scope.spawn(work)) } else { Side::Later(work) }
+    }
+
+    fn get(self) -> T {
+        match self {
+            Side::Begun(thread) => thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)),
+            Side::Later(work) => work(),
+        }
     }
 }
 

@@ -2,6 +2,8 @@
 
 use std::sync::OnceLock;
 
+use serde::{Deserialize, Serialize};
+
 /// What split patterns tell apart. Values are those of tables/generate.py.
 pub mod class {
     /// Controls, formats, unassigned.
@@ -25,7 +27,8 @@ pub mod class {
 }
 
 /// A version of the Unicode tables. The `tokenizers` crate has 16 up to 0.23 and 17 from 1.0 on.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(try_from = "u32", into = "u32")]
 pub enum Version {
     /// Unicode 16.
     #[default]
@@ -40,6 +43,26 @@ impl Version {
         match self {
             Version::V16 => "16.0.0",
             Version::V17 => "17.0.0",
+        }
+    }
+}
+
+impl TryFrom<u32> for Version {
+    type Error = String;
+    fn try_from(number: u32) -> Result<Version, String> {
+        match number {
+            16 => Ok(Version::V16),
+            17 => Ok(Version::V17),
+            other => Err(format!("there are Unicode tables 16 and 17, and not {other}")),
+        }
+    }
+}
+
+impl From<Version> for u32 {
+    fn from(version: Version) -> u32 {
+        match version {
+            Version::V16 => 16,
+            Version::V17 => 17,
         }
     }
 }

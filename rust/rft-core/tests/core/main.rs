@@ -14,3 +14,4 @@ mod shapes;
 mod store;
 mod stream;
 mod support;
+mod tokenizer;
