@@ -90,9 +90,9 @@ impl<const K: usize, const N: usize> Pieces<K, N> {
 
     /// Adds a piece; false where there is no room.
     fn put(&self, key: [u64; K], ids: [u32; N]) -> bool {
-        // Less than all slots, so that a search ends.
-        if self.used.fetch_add(1, Ordering::Relaxed) * 4 >= self.table.len() * 3 {
-            self.used.fetch_sub(1, Ordering::Relaxed);
+        // About so many: threads that count at once may count one. A search ends where it began, were all slots taken.
+        let used = self.used.load(Ordering::Relaxed);
+        if used * 4 >= self.table.len() * 3 {
             return false;
         }
         let view = self.view();
@@ -108,9 +108,13 @@ impl<const K: usize, const N: usize> Pieces<K, N> {
                 // SAFETY: the entry was claimed here, so no other thread writes; none reads before the store below.
                 unsafe { *entry.ids.get() = ids };
                 last.store(key[K - 1], Ordering::Release);
+                self.used.store(used + 1, Ordering::Relaxed);
                 return true;
             }
             slot = next_near(slot, first, view.slots.len());
+            if slot == first {
+                return false;
+            }
         }
     }
 
@@ -162,6 +166,9 @@ impl<'a, const K: usize, const N: usize> View<'a, K, N> {
                 return None;
             }
             slot = next_near(slot, first, self.slots.len());
+            if slot == first {
+                return None;
+            }
         }
     }
 }
@@ -244,18 +251,20 @@ impl Shared {
     }
 }
 
-/// What was found: a few ids in place (the first so many), or a longer list.
-pub enum Found<'a> {
+/// A place in a thread's own list: start and number.
+pub type Listed = (u32, u32);
+
+/// What was found: a few ids in place (the first so many), or where more are listed.
+pub enum Found {
     Few([u32; SOME], usize),
-    Many(&'a [u32]),
+    Many(Listed),
 }
 
 /// What one thread knows: what all do, and some of its own.
 pub struct Cache {
     short: Arc<Pieces<2, FEW>>,
     long: Arc<Pieces<4, { SOME + 1 }>>,
-    /// Pieces to their part of the list.
-    own: FoldMap<Box<[u8]>, (u32, u32)>,
+    own: FoldMap<Box<[u8]>, Listed>,
     list: Vec<u32>,
 }
 
@@ -337,14 +346,18 @@ impl Cache {
         short.get(key, short.slot(words(key)) as u32)
     }
 
-    /// The ids of a piece that the tables cannot hold.
-    pub fn own(&self, piece: &[u8]) -> Option<&[u32]> {
-        let (from, count) = *self.own.get(piece)?;
-        Some(&self.list[from as usize..][..count as usize])
+    /// Where the ids of a piece are listed that the tables cannot hold.
+    pub fn own(&self, piece: &[u8]) -> Option<Listed> {
+        self.own.get(piece).copied()
+    }
+
+    /// Listed ids.
+    pub fn listed(&self, (from, count): Listed) -> &[u32] {
+        &self.list[from as usize..][..count as usize]
     }
 
     /// The ids of a piece of any length.
-    pub fn find(&self, text: &[u8], start: usize, end: usize) -> Option<Found<'_>> {
+    pub fn find(&self, text: &[u8], start: usize, end: usize) -> Option<Found> {
         let length = end - start;
         let few = if length <= SHORT {
             self.get_short(key(text, start, length)).map(|([a, b, c, d], count)| ([a, b, c, d, 0, 0, 0], count))
@@ -399,7 +412,7 @@ mod tests {
     fn found(cache: &Cache, piece: &[u8]) -> Option<Vec<u32>> {
         cache.find(piece, 0, piece.len()).map(|found| match found {
             Found::Few(ids, count) => ids[..count].to_vec(),
-            Found::Many(ids) => ids.to_vec(),
+            Found::Many(listed) => cache.listed(listed).to_vec(),
         })
     }
 
@@ -455,6 +468,20 @@ mod tests {
                 });
             }
         });
+    }
+
+    #[test]
+    fn a_search_in_a_table_without_a_free_slot_ends() {
+        let pieces = Pieces::<2, FEW>::new(8);
+        for index in 1..=8 {
+            pieces.used.store(0, Ordering::Relaxed);
+            assert!(pieces.put([index, index << 56], [0; FEW]));
+        }
+        pieces.used.store(0, Ordering::Relaxed);
+        assert!(!pieces.put([9, 9 << 56], [0; FEW]));
+        let view = pieces.view();
+        let found = |index: u64| view.find([index, index << 56], view.slot([index, index << 56])).is_some();
+        assert!((1..=8).all(found) && !found(9));
     }
 
     #[test]

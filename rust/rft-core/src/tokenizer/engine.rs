@@ -4,7 +4,7 @@ use super::Side;
 use super::added::{Finder, Stretch};
 use super::borders::Borders;
 use super::bpe::{Bpe, Memo, Unit};
-use super::cache::{Cache, FEW, Found, Key, LONG, SHORT, SOME, Shared, Short, key};
+use super::cache::{Cache, FEW, Found, Key, LONG, Listed, SHORT, SOME, Shared, Short, key};
 use super::cut::{Cutter, Scheme};
 use super::masks::Simd;
 use super::model::{Added, Form, Plan, Prefix, SPACE_MARK};
@@ -68,17 +68,19 @@ struct Gap {
 struct Part {
     start: usize,
     end: usize,
-    /// Whether it may be known: it is less than the piece, or the piece is.
+    /// Whether it may be known: it is less than the piece.
     sought: bool,
     /// Its ids where it is known and they are few, and their number, else 0.
-    few: [u32; 7],
+    few: [u32; SOME],
     count: usize,
+    /// Where it is known and they are more.
+    listed: Option<Listed>,
     job: Option<usize>,
 }
 
 impl Part {
     fn new(start: usize, end: usize, sought: bool) -> Part {
-        Part { start, end, sought, few: [0; 7], count: 0, job: None }
+        Part { start, end, sought, few: [0; SOME], count: 0, listed: None, job: None }
     }
 }
 
@@ -455,10 +457,10 @@ impl Engine {
         for gap in gaps.iter_mut() {
             let (piece, base) = (&text[gap.start..gap.end], gap.start);
             let mut start = base;
-            let own = (gap.known || piece.len() > LONG) && cache.own(piece).is_some();
+            let listed = if gap.known || piece.len() > LONG { cache.own(piece) } else { None };
             match &self.borders {
                 _ if piece.is_empty() => {}
-                Some(borders) if !own && !piece.is_ascii() => borders.cut(piece, |end| {
+                Some(borders) if listed.is_none() && !piece.is_ascii() => borders.cut(piece, |end| {
                     let end = base + end;
                     if end - start <= SHORT {
                         cache.short().ask(key(text, start, end - start));
@@ -466,15 +468,15 @@ impl Engine {
                     parts.push(Part::new(start, end, end - start < piece.len()));
                     start = end;
                 }),
-                _ => parts.push(Part::new(start, gap.end, own)),
+                _ => parts.push(Part { listed, ..Part::new(start, gap.end, false) }),
             }
             gap.parts = parts.len();
         }
-        for part in parts.iter_mut() {
+        for part in parts.iter_mut().filter(|part| part.listed.is_none()) {
             let found = if part.sought { cache.find(text, part.start, part.end) } else { None };
             match found {
                 Some(Found::Few(few, count)) => (part.few, part.count) = (few, count),
-                Some(Found::Many(_)) => {}
+                Some(Found::Many(listed)) => part.listed = Some(listed),
                 None => {
                     let piece = &text[part.start..part.end];
                     part.job = self.bpe.whole(piece).is_none().then(|| rounds.add(&self.bpe, piece)).flatten();
@@ -495,11 +497,15 @@ impl Engine {
                     ids.extend_from_slice(&part.few[..part.count]);
                     continue;
                 }
+                if let Some(listed) = part.listed {
+                    ids.extend_from_slice(cache.listed(listed));
+                    continue;
+                }
                 // New ones may stand here twice.
                 let before = ids.len();
                 match cache.find(text, part.start, part.end) {
                     Some(Found::Few(few, count)) => ids.extend_from_slice(&few[..count]),
-                    Some(Found::Many(many)) => ids.extend_from_slice(many),
+                    Some(Found::Many(listed)) => ids.extend_from_slice(cache.listed(listed)),
                     None => {
                         match part.job {
                             Some(job) => rounds.ids(job, &self.bpe, ids),
