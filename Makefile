@@ -60,7 +60,7 @@ fuzz: ## the fuzz targets, from the corpus that is kept, for FUZZ_SECONDS=30 eac
 MIRI_TESTS := order::tests::the_generators pack::tests::each pack::tests::an_item tokenizer::masks tokenizer::walk
 
 miri: ## Miri over the unsafe code that it can run (`rustup toolchain install nightly -c miri -c rust-src`)
-	@for flags in "" "-Ctarget-feature=+avx2,+bmi1,+bmi2,+lzcnt"; do echo "RUSTFLAGS=$$flags"; \
+	@for flags in "" "-Ctarget-feature=+avx2,+bmi1,+bmi2,+lzcnt,+popcnt"; do echo "RUSTFLAGS=$$flags"; \
 	  RUSTFLAGS="$$flags" MIRIFLAGS=-Zmiri-disable-isolation \
 	    cargo +nightly miri test --quiet --target-dir target/miri$${flags:+-avx2} -p rft-core --lib -- $(MIRI_TESTS) || exit 1; \
 	done

@@ -222,7 +222,7 @@ impl Masks for Neon {
 pub enum Simd {
     /// Nothing that is used.
     Portable,
-    /// AVX2, BMI1, BMI2 and LZCNT.
+    /// AVX2, BMI1, BMI2, LZCNT and POPCNT.
     #[cfg(target_arch = "x86_64")]
     Avx2,
     /// The same and AVX-512F and BW.
@@ -244,14 +244,13 @@ impl Simd {
         let mut all = Vec::new();
         #[cfg(target_arch = "x86_64")]
         {
-            let avx2 = ["avx2", "bmi1", "bmi2", "lzcnt"];
-            let has = |name: &str| match name {
-                "avx2" => is_x86_feature_detected!("avx2"),
-                "bmi1" => is_x86_feature_detected!("bmi1"),
-                "bmi2" => is_x86_feature_detected!("bmi2"),
-                _ => is_x86_feature_detected!("lzcnt"),
-            };
-            if avx2.into_iter().all(has) {
+            // All that the functions for AVX2 are compiled with.
+            let avx2 = is_x86_feature_detected!("avx2")
+                && is_x86_feature_detected!("bmi1")
+                && is_x86_feature_detected!("bmi2")
+                && is_x86_feature_detected!("lzcnt")
+                && is_x86_feature_detected!("popcnt");
+            if avx2 {
                 if is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512bw") {
                     all.push(Simd::Avx512);
                 }
