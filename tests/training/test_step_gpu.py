@@ -131,7 +131,7 @@ def test_a_graph_of_the_micro_batch_trains_as_launches_do(
         if graph:
             assert run.graphs is not None
             assert not run.graphs.off, run.receipts["declined"]
-            assert run.graphs.replays > len(packs) // 2
+            assert run.graphs.replays >= 6  # the others are a shape's first and second batch
             (receipt,) = (a for a in run.receipts["applied"] if a["what"] == "cuda graph")
             assert max(receipt["checked"].values()) < 1e-2
     torch.use_deterministic_algorithms(False)
