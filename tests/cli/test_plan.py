@@ -74,6 +74,18 @@ def test_what_does_not_fit_names_changes_that_do_and_exits_with_1(capsys):
 
 
 @pytest.mark.usefixtures("config")
+def test_no_two_changes_are_named_that_a_config_may_not_have_together(capsys):
+    code, text = plan(capsys, "--memory", "4GiB")
+    assert code == 1
+    (*named, _) = [line for line in text.splitlines() if line.startswith("do ")] or [""]
+    assert not any("nf4" in line and "offload_weights" in line for line in text.splitlines() if line.startswith("do "))
+    assert all(float(line.split(": ")[-1].split(" GiB")[0]) > 0 for line in named if "GiB" in line)
+    code, text = plan(capsys, "--memory", "24GiB")
+    assert "train.micro_batch = 1: about" in text
+    assert "with more at once more would have to be computed again or moved" in text
+
+
+@pytest.mark.usefixtures("config")
 def test_qlora_fits_where_lora_does_not(capsys):
     assert plan(capsys, "--memory", "10GiB")[0] == 1
     code, text = plan(capsys, "--memory", "10GiB", "--set", "model.base_weights=nf4")

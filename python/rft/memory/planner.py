@@ -108,7 +108,10 @@ class Planned:
             return f"the most that fits: about {_gib(choice.total)} of {_gib(self.budget)} GiB"
         if fuller:
             return f"fills the GPU; more would gain under {FILLS:.0%} (about {_gib(choice.total)} GiB)"
-        return f"the whole step at once takes about {_gib(choice.total)} of {_gib(self.budget)} GiB"
+        takes = f"about {_gib(choice.total)} of {_gib(self.budget)} GiB"
+        if choice.plan.micro_batch < self.problem.packs:
+            return f"{takes}; with more at once more would have to be computed again or moved"
+        return f"the whole step at once takes {takes}"
 
     def why_recompute(self) -> str:
         choice = self.chosen

@@ -13,6 +13,7 @@ import torch
 
 from rft.adapters.lora import inject, train_everything
 from rft.config.adapter import LoraConfig
+from rft.config.compatibility import RULES
 from rft.config.root import Config
 from rft.data.folder import default_root
 from rft.errors import ModelError, Refused, RftError
@@ -269,7 +270,10 @@ def _changes_that_fit(config: Config, made: Answer, ask: _Asking) -> Iterator[st
                     per_node = min(change.ranks, machine.per_node or change.ranks)
                     machine = replace(machine, world_size=change.ranks, per_node=per_node)
             try:
-                other = ask.answer(Config.model_validate(tree), machine)
+                changed = Config.model_validate(tree)
+                if any(rule.when(changed) for rule in RULES):  # as the config would be refused
+                    continue
+                other = ask.answer(changed, machine)
             except (RftError, ValueError):  # refused for a reason of its own
                 continue
             if other.planned.fits:
