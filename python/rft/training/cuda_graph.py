@@ -111,7 +111,8 @@ class _Seen:
     """A shape's first batch, kept until its second comes."""
 
     inputs: _Inputs
-    first: tuple[Batch, dict[str, float], Outcome] | None = None
+    first: tuple[Batch, dict[str, float]] | None = None
+    """To compare with, too. Not what it gave: the weights have moved on by then."""
 
 
 def _shares(counts: Mapping[str, float], terms: tuple[str, ...]) -> dict[str, Tensor | float]:
@@ -154,7 +155,7 @@ class MicroBatchGraphs:
         if seen is None:
             seen = self._seen[shape] = _Seen(_Inputs(shape, self.terms, self.device))
             if self.compare and not self._graphs:
-                seen.first = (batch, dict(counts), self._truth(batch, counts))
+                seen.first = (batch, dict(counts))
         elif len(self._graphs) < MOST_SHAPES:
             made = self._made(seen, batch, counts)
             if made is None:
@@ -201,8 +202,8 @@ class MicroBatchGraphs:
             self._add(before, {}, lent=False)
         errors = {} if truth is None else self._error(made, truth, "batch")
         if truth is not None and seen.first is not None:
-            first, of_first, outcome = seen.first
-            made.inputs.fill(first, of_first)
+            outcome = self._truth(*seen.first)
+            made.inputs.fill(*seen.first)
             errors |= self._error(made, outcome, "other batch")
         seen.first = None
         worst = max(errors.values(), default=0.0)
