@@ -36,7 +36,7 @@ class Results:
         """versions: of further packages (peers), added to ours. device: where it is not the one this process sees."""
         self.path = Path(path) if path is not None else None
         self.run = f"{_now():%Y%m%dT%H%M%S}-{secrets.token_hex(3)}"
-        self.device = device or device_name()
+        self.device = device
         self.commit = commit()
         self.versions = package_versions() | (versions or {})
 
@@ -68,7 +68,7 @@ class Results:
         if self.path is None:
             return
         stamp = {
-            "device": self.device,
+            "device": self.device or device_name(),  # asked for by each line: a bench may import torch after this is made
             "commit": self.commit,
             "date": _now().isoformat(timespec="seconds"),
             "versions": self.versions,
