@@ -323,3 +323,14 @@ def test_no_way_to_save_memory_is_taken_without_need():
     made = plan(problem(SMOLLM, seq_len=4096, packs=1, memory_bytes=80 * GIB), tiled_mlp=None, least_loss=True)
     assert any(a.seconds <= made.chosen.seconds and a.total < made.chosen.total for a in made.alternatives)
     assert made.chosen.plan == MemoryPlan(chunk_rows=4096)
+
+
+def test_graphs_hold_what_launched_batches_cannot_use_and_go_without_recompute():
+    asked = problem(packs=1)
+    plain, graph = (sizes(dataclasses.replace(asked, graph=g), MemoryPlan()) for g in (False, True))
+    assert graph.peak == plain.peak
+    assert graph.beside["graph"] == plain.peak - sum(plain.allocated[k] for k in ("weights", "adapter", "optimizer"))
+    for machine in (H200, SMALL_GPU):
+        made, _ = decide(config(data={"seq_len": 8192}, train={"cuda_graph": True}), machine, LLAMA_8B)
+        assert (made.memory.recompute, made.memory.offload) == ("none", "none")
+        assert made.train.micro_batch == 1  # without a graph an H200 takes two

@@ -209,6 +209,34 @@ def test_more_shapes_than_there_may_be_run_without_a_graph(monkeypatch):
     assert (len(graphs._graphs), graphs.replays) == (1, 1)
 
 
+def test_where_a_batch_has_no_room_beside_the_graphs_they_go(monkeypatch):
+    toy, graphs, told = build()
+    monkeypatch.setattr(cuda_graph, "DOCUMENTS", 4)
+    (first,), (other,) = random_packs(1, seq_len=T, documents=2), random_packs(1, seq_len=T, documents=12)
+    for _ in range(3):
+        graphs(first, {"next_token": first.label_weight})
+        toy.zero_grad()
+    graphs(first, {"next_token": first.label_weight})
+    before = gradients(toy)
+    times = []
+
+    def full(module: Toy, given: Any) -> None:
+        times.append(len(graphs._graphs))
+        if graphs._graphs:
+            raise torch.OutOfMemoryError("out of memory")
+
+    toy.register_forward_pre_hook(full)
+    found = graphs(other, {"next_token": other.label_weight})["next_token"]
+    assert times == [1, 0]
+    assert graphs.off
+    assert "beside the graphs" in told[-1][1]
+    both = gradients(toy)
+    toy.zero_grad()
+    torch.testing.assert_close(found, plain(toy, other, {"next_token": other.label_weight}))
+    for own, one, two in zip(both, before, gradients(toy), strict=True):
+        torch.testing.assert_close(own, one + two)
+
+
 def test_bounds_of_a_shape_hold_its_batch():
     for documents in (1, 2, 9, 16):
         for batch in random_packs(2, seq_len=T, documents=documents):

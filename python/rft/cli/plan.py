@@ -26,7 +26,7 @@ DEFAULT_PER_NODE = 8
 LEAST_MEMORY, MOST_MEMORY = 64 * 2**20, 4096 * GIB
 _SHOWN = {
     "weights": "weights", "adapter": "adapter", "gradients": "gradients", "optimizer": "optimizer", "activations": "activations",
-    "backward of a layer": "backward of a layer", "communication": "communication", "loss": "loss", "slack": "allocator's slack", "context": "CUDA context",
+    "backward of a layer": "backward of a layer", "communication": "communication", "loss": "loss", "slack": "allocator's slack", "context": "CUDA context", "graph": "held by CUDA graphs",
 }  # fmt: skip
 
 

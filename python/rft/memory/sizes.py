@@ -62,6 +62,8 @@ class Problem:
     context_bytes: int = 600 * 2**20
     host_bytes: int | None = None
     """Of the machine's memory that may be pinned for this rank; None: as much as it takes."""
+    graph: bool = False
+    """Whether micro-batches are CUDA graphs: what these hold cannot be used by what is launched one by one, and the other way round."""
 
 
 @dataclass(frozen=True)
@@ -277,6 +279,8 @@ def sizes(problem: Problem, plan: MemoryPlan) -> Sizes:
     allocated = {name: count for name, count in allocated.items() if count}
     slack = int(SLACK * (sum(allocated.values()) - states["weights"]))
     beside = {"slack": slack, "context": problem.context_bytes}
+    if problem.graph:
+        beside["graph"] = sum(allocated.values()) - sum(states.values())
     return Sizes(allocated, beside, host, disk, moment, moments, layer)
 
 

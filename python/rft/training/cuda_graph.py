@@ -187,9 +187,18 @@ class MicroBatchGraphs:
         return self._launched(seen.inputs.batch(), seen.inputs.shares)
 
     def _launched(self, batch: Batch, shares: Mapping[str, Tensor | float]) -> dict[str, Tensor]:
-        """Without a graph."""
+        """Without a graph. What it takes is beside what the graphs hold: where there is no room for both, they go."""
         before = self._take_gradients()
-        outcome = self._eager(batch, shares)
+        try:
+            outcome = self._eager(batch, shares)
+        except torch.OutOfMemoryError:
+            if not self._graphs:
+                raise
+            outcome = None  # outside of this block: the error holds the tensors of its frames
+        if outcome is None:
+            self._take_gradients()
+            self._give_up("there is no memory for a batch of another shape beside the graphs")
+            outcome = self._eager(batch, shares)
         self._add(before, outcome.gradients, lent=False)
         return outcome.terms
 
@@ -260,6 +269,7 @@ class MicroBatchGraphs:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         gc.collect()
+        torch.cuda.empty_cache()  # nothing is given back during a capture
         # thread_local: another thread may fill the next batch meanwhile
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             outcome = self._eager(inputs.batch(), inputs.shares)
@@ -304,8 +314,12 @@ class MicroBatchGraphs:
                 parameter.grad = new[parameter].clone()
 
     def _give_up(self, why: str) -> None:
-        """Go on without graphs."""
+        """Go on without graphs, and without what they hold."""
         self.off = True
         self._graphs.clear()
+        self._seen.clear()
         self._pool = None
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
         self.tell(None, why)

@@ -442,6 +442,7 @@ def memory_problem(
         kernels=kernels,
         context_bytes=context,
         host_bytes=machine.host_bytes,
+        graph=train.cuda_graph,
         **_held(config),
         **_ranks(config, machine),
     )
@@ -457,6 +458,8 @@ def memory_problem(
             "offload_weights",
         )
     }
+    if train.cuda_graph:  # it holds neither recompute nor offload
+        chosen |= {key: "none" for key in ("recompute", "offload") if chosen[key] is None}
     if facts.is_moe and chosen.get("tiled_mlp") is None:
         chosen["tiled_mlp"] = 1  # experts are no MLP whose rows are independent
     in_backward = bool(getattr(config.optim, "in_backward", False))
