@@ -580,12 +580,24 @@ impl ShardFile {
         Ok(ShardFile { path, file, bytes: HEADER_BYTES, tokens, block, lacks: BLOCK_BYTES, blocks, written })
     }
 
+    /// Writes tokens, and lets the disk begin with them.
     fn put_tokens(&mut self, bytes: &[u8]) -> Result<()> {
+        let from = self.bytes;
         // Pieces that fit the cache, so that three passes (two hashes, one copy) read memory once.
         for piece in bytes.chunks(1 << 17) {
             self.tokens.update(piece);
             self.put(piece)?;
         }
+        #[cfg(target_os = "linux")]
+        {
+            use std::os::fd::AsRawFd;
+            let (fd, from, count) = (self.file.as_raw_fd(), from as i64, bytes.len() as i64);
+            // SAFETY: the descriptor is open as long as the file; nothing of this process's memory is named. A kernel or file
+            // system that refuses is no error: all is flushed at the end.
+            unsafe { libc::sync_file_range(fd, from, count, libc::SYNC_FILE_RANGE_WRITE) };
+        }
+        #[cfg(not(target_os = "linux"))]
+        let _ = from;
         Ok(())
     }
 

@@ -143,7 +143,14 @@ impl Engine {
         threads: usize,
     ) -> std::result::Result<Engine, String> {
         let unit = if matches!(plan.scheme, Scheme::Spaces { .. }) { Unit::Char } else { Unit::Byte };
-        let bpe = Bpe::new(&plan.model, unit, threads)?;
+        let (bpe, (borders, shared)) = Bpe::new(&plan.model, unit, threads, |bpe| {
+            std::thread::scope(|scope| {
+                let borders =
+                    Side::new(scope, threads, || if bpe.has_parts() { Borders::new(bpe.texts()) } else { None });
+                let shared = seeded(bpe);
+                (borders.get(), shared)
+            })
+        })?;
         let marks_first = unit == Unit::Char && matches!(plan.prefix, Prefix::Never | Prefix::Always);
         let content = |token: &Added| -> String {
             if unit == Unit::Char && marks_first {
@@ -161,11 +168,6 @@ impl Engine {
             Scheme::Gpt2 { digits: true } => Classes::behind_digits(version),
             _ => Classes::of(version),
         };
-        let (borders, shared) = std::thread::scope(|scope| {
-            let borders = Side::new(scope, threads, || if bpe.has_parts() { Borders::new(bpe.texts()) } else { None });
-            let shared = seeded(&bpe);
-            (borders.get(), shared)
-        });
         Ok(Engine {
             simd: Simd::best(),
             cutter: Cutter::new(plan.scheme, classes, bpe.glue()),
@@ -529,13 +531,23 @@ impl Engine {
     }
 }
 
+/// Tokens between one whose slot is asked for and the one that is put.
+const AHEAD: usize = 24;
+
 /// What is known from the start: every token that merges reach. (Others in the vocabulary are not what their text becomes.)
 fn seeded(bpe: &Bpe) -> Shared {
     let short = bpe.texts().filter(|text| text.len() <= SHORT).count();
     let shared = Shared::new(short + short / 4);
     let mut cache = Cache::new(&shared);
-    for (text, id) in bpe.texts().zip(bpe.ids()).filter(|(text, _)| text.len() <= LONG) {
-        cache.keep(&shared, text, 0, text.len(), &[*id]);
+    // Each lies somewhere else: memory is asked for ahead.
+    let mut ahead = bpe.texts().skip(AHEAD);
+    for (text, id) in bpe.texts().zip(bpe.ids()) {
+        if let Some(next) = ahead.next().filter(|next| next.len() <= SHORT) {
+            cache.short().ask(key(next, 0, next.len()));
+        }
+        if text.len() <= LONG {
+            cache.keep(&shared, text, 0, text.len(), &[*id]);
+        }
     }
     shared
 }
