@@ -1,12 +1,14 @@
 //! Writes a set, shard by shard, into `NAME.part` beside its place, and moves it there in one step.
 //!
-//! A shard is built in memory and written by a thread of its own, so that the next one fills meanwhile. Behind each
-//! complete shard goes a note with the caller's state at that point: a run that was killed goes on from the last one.
+//! A thread of its own writes a shard while it fills: tokens come first in the file and are written as they come, so that
+//! little is left to do when the last row is there. Behind each complete shard goes a note with the caller's state at that
+//! point: a run that was killed goes on from the last one.
 
 use std::fs::{self, File};
-use std::io::Write;
+use std::io::{Seek, SeekFrom, Write};
+use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
-use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 
 use serde::{Deserialize, Serialize};
@@ -99,21 +101,36 @@ pub struct Writer {
     place: PathBuf,
     folder: PathBuf,
     layout: Layout,
-    shard: Buffer,
+    shard: Box<Buffer>,
     records: Vec<ShardRecord>,
     /// Shards handed to the thread or written.
     num_shards: u32,
-    work: Option<SyncSender<(Buffer, u32, Option<Value>)>>,
-    done: Receiver<Result<(Buffer, ShardRecord)>>,
+    work: Option<Sender<Work>>,
+    done: Receiver<Result<(Box<Buffer>, ShardRecord)>>,
     thread: Option<JoinHandle<()>>,
     totals: [u64; 3],
     _lock: Lock,
 }
 
+/// What the thread that writes is handed.
+enum Work {
+    /// The next tokens of the shard that fills.
+    Tokens(Vec<u8>),
+    /// The rest of it, its number, and what its note says.
+    Close(Box<Buffer>, u32, Option<Value>),
+}
+
+/// Bytes of tokens that are written at a time.
+const CHUNK: usize = 4 << 20;
+
 /// A shard in memory.
 #[derive(Default)]
 pub(super) struct Buffer {
+    /// Tokens that are not handed on yet, and bytes of those that are.
     tokens: Vec<u8>,
+    handed: u64,
+    /// Memory of tokens that were written, for those to come.
+    spare: Vec<Vec<u8>>,
     spans: Vec<[u32; 2]>,
     offsets: Vec<u64>,
     lines: Vec<u32>,
@@ -123,16 +140,18 @@ pub(super) struct Buffer {
 }
 
 impl Buffer {
-    pub(super) fn new(shard_bytes: u64) -> Buffer {
+    /// With room for so many bytes of tokens.
+    pub(super) fn new(room: u64) -> Buffer {
         let mut buffer = Buffer::default();
         // Asked for at once, so that it is never copied to grow; the system gives pages only as they are written.
-        buffer.tokens.reserve(shard_bytes as usize + shard_bytes as usize / 16);
+        buffer.tokens.reserve(room as usize + room as usize / 16);
         buffer.clear();
         buffer
     }
 
     pub(super) fn clear(&mut self) {
         self.tokens.clear();
+        self.handed = 0;
         self.spans.clear();
         self.offsets.clear();
         self.offsets.push(0);
@@ -152,7 +171,15 @@ impl Buffer {
 
     /// Whether its tokens and weights take so many bytes.
     pub(super) fn is_full(&self, shard_bytes: u64) -> bool {
-        (self.tokens.len() + self.weights.len()) as u64 >= shard_bytes
+        self.handed + (self.tokens.len() + self.weights.len()) as u64 >= shard_bytes
+    }
+
+    /// The tokens that are not handed on yet.
+    fn hand_on(&mut self) -> Vec<u8> {
+        self.handed += self.tokens.len() as u64;
+        let mut empty = self.spare.pop().unwrap_or_else(|| Vec::with_capacity(CHUNK + CHUNK / 4));
+        empty.clear();
+        std::mem::replace(&mut self.tokens, empty)
     }
 
     /// Appends a document; the number of its trained tokens.
@@ -268,22 +295,27 @@ impl Writer {
         }
         fs::create_dir_all(&folder).map_err(|e| Error::io(&folder, "creating a temporary folder", &e))?;
         let (records, state) = find_complete(&folder, &layout.key)?;
-        let (work, jobs) = sync_channel(0);
+        let (work, jobs) = channel();
         let (results, done) = channel();
         let thread = {
             let (folder, layout) = (folder.clone(), layout.clone());
             std::thread::Builder::new()
                 .name("rft-write".into())
-                .spawn(move || write_shards(&folder, &layout, &jobs, &results))
+                .spawn(move || {
+                    // Whoever hands on tokens or waits for a shard hears it.
+                    if let Err(error) = write_shards(&folder, &layout, &jobs, &results) {
+                        let _ = results.send(Err(error));
+                    }
+                })
                 .map_err(|e| Error::io(place, "starting a thread", &e))?
         };
         let totals = records.iter().fold([0; 3], add);
-        let shard = Buffer::new(layout.shard_bytes);
+        let shard = Buffer::new(CHUNK as u64);
         let writer = Writer {
             place: place.to_path_buf(),
             folder,
             layout,
-            shard,
+            shard: Box::new(shard),
             num_shards: records.len() as u32,
             records,
             work: Some(work),
@@ -309,6 +341,10 @@ impl Writer {
         self.totals[0] += 1;
         self.totals[1] += document.ids.len() as u64;
         self.totals[2] += trained;
+        if self.shard.tokens.len() >= CHUNK {
+            let tokens = self.shard.hand_on();
+            return self.send(Work::Tokens(tokens));
+        }
         Ok(())
     }
 
@@ -323,23 +359,30 @@ impl Writer {
     }
 
     fn hand_over(&mut self, state: Option<Value>) -> Result<()> {
-        // One shard is written while the next one fills: what the thread has is taken back first.
+        // One shard is completed while the next one fills: what the thread has is taken back first.
         let empty = if self.num_shards as usize > self.records.len() {
             self.take_back()?
         } else {
-            Buffer::new(self.layout.shard_bytes)
+            Box::new(Buffer::new(CHUNK as u64))
         };
         let full = std::mem::replace(&mut self.shard, empty);
         self.shard.clear();
-        let sent = self.work.as_ref().map(|work| work.send((full, self.num_shards, state)).is_ok());
-        if sent != Some(true) {
-            return Err(self.take_back().err().unwrap_or_else(|| self.lost()));
-        }
+        self.send(Work::Close(full, self.num_shards, state))?;
         self.num_shards += 1;
         Ok(())
     }
 
-    fn take_back(&mut self) -> Result<Buffer> {
+    /// Hands work to the thread; its error where it ended.
+    fn send(&mut self, work: Work) -> Result<()> {
+        if self.work.as_ref().is_some_and(|thread| thread.send(work).is_ok()) {
+            return Ok(());
+        }
+        loop {
+            self.take_back()?;
+        }
+    }
+
+    fn take_back(&mut self) -> Result<Box<Buffer>> {
         let (buffer, record) = self.done.recv().map_err(|_| self.lost())??;
         self.records.push(record);
         Ok(buffer)
@@ -472,18 +515,34 @@ pub(super) fn read_note(folder: &Path, index: usize, key: &str) -> Option<Note> 
 fn write_shards(
     folder: &Path,
     layout: &Layout,
-    jobs: &Receiver<(Buffer, u32, Option<Value>)>,
-    results: &Sender<Result<(Buffer, ShardRecord)>>,
-) {
-    while let Ok((buffer, index, state)) = jobs.recv() {
-        let written = write_shard(folder, layout, &buffer, index, state).map(|record| (buffer, record));
-        let failed = written.is_err();
-        if results.send(written).is_err() || failed {
-            return;
+    jobs: &Receiver<Work>,
+    results: &Sender<Result<(Box<Buffer>, ShardRecord)>>,
+) -> Result<()> {
+    let mut open = None;
+    while let Ok(work) = jobs.recv() {
+        let mut file = match open.take() {
+            Some(file) => file,
+            None => ShardFile::create(folder)?,
+        };
+        match work {
+            Work::Tokens(tokens) => {
+                file.put_tokens(&tokens)?;
+                file.written.push(tokens);
+                open = Some(file);
+            }
+            Work::Close(mut buffer, index, state) => {
+                let (record, written) = file.close(folder, layout, &buffer, index, state)?;
+                buffer.spare.extend(written);
+                if results.send(Ok((buffer, record))).is_err() {
+                    break;
+                }
+            }
         }
     }
+    Ok(())
 }
 
+/// Writes a shard that is in memory as a whole.
 pub(super) fn write_shard(
     folder: &Path,
     layout: &Layout,
@@ -491,108 +550,69 @@ pub(super) fn write_shard(
     index: u32,
     state: Option<Value>,
 ) -> Result<ShardRecord> {
-    let name = shard_name(index as usize);
-    let (encoding, count, mask) = buffer.mask();
-    let offsets: Vec<u8> = buffer.offsets.iter().flat_map(|offset| offset.to_le_bytes()).collect();
-    let lines: Vec<u8> = buffer.lines.iter().flat_map(|line| line.to_le_bytes()).collect();
-    let meta = buffer.meta()?;
-    let (tokens, documents) = (buffer.num_tokens(), buffer.lines.len() as u64);
-    let ids = if layout.token_bytes() == 2 { "u16" } else { "u32" };
-    let mut sections = vec![
-        ("tokens", ids, tokens, buffer.tokens.as_slice()),
-        ("mask", encoding, count, &mask),
-        ("doc_offsets", "u64", documents + 1, &offsets),
-        ("lines", "u32", documents, &lines),
-    ];
-    if !buffer.weights.is_empty() {
-        sections.push(("weights", "f32", tokens, &buffer.weights));
-    }
-    sections.push(("meta", "json", buffer.origins.len() as u64, &meta));
-
-    let mut entries = Vec::new();
-    let mut next = HEADER_BYTES;
-    for (name, encoding, count, bytes) in &sections {
-        entries.push(Entry {
-            name: (*name).into(),
-            encoding: (*encoding).into(),
-            start: next as u64,
-            bytes: bytes.len() as u64,
-            count: *count,
-            xxh3: xxh3_64(bytes),
-        });
-        next = aligned(next + bytes.len());
-    }
-    let blocks = (next - HEADER_BYTES).div_ceil(BLOCK_BYTES);
-    let key = u128::from_str_radix(&layout.key, 16)
-        .map_err(|_| Error::new(Kind::Argument, "key", format!("{:?} is no number of 32 hex digits", layout.key)))?;
-    let header = Header {
-        token_bytes: layout.token_bytes(),
-        index,
-        vocab_size: layout.vocab_size,
-        documents,
-        tokens,
-        trained_tokens: buffer.trained,
-        footer_start: next as u64,
-        footer_bytes: Footer::length(sections.len(), blocks) as u64,
-        key,
-        tokenizer: layout.tokenizer,
-        template: layout.template,
-        unicode: layout.unicode.clone(),
-    };
-    let (bytes, hash) = write_durably(folder, &name, |out| {
-        out.put(&header.to_bytes())?;
-        out.begin_blocks();
-        for (_, _, _, bytes) in &sections {
-            out.put(bytes)?;
-            out.put(&[0; ALIGNMENT][..aligned(bytes.len()) - bytes.len()])?;
-        }
-        let blocks = out.end_blocks();
-        out.put(&Footer { sections: entries, blocks }.to_bytes())
-    })?;
-    let shard = ShardRecord {
-        file: name,
-        bytes,
-        xxh3: format!("{hash:016x}"),
-        documents,
-        tokens,
-        trained_tokens: buffer.trained,
-        weights: !buffer.weights.is_empty(),
-    };
-    if let Some(state) = state {
-        let note = Note { key: layout.key.clone(), shard: shard.clone(), state };
-        let text = serde_json::to_string_pretty(&note).map_err(|e| Error::new(Kind::Store, "note", e))?;
-        write_whole(folder, &note_name(index as usize), sealed(&text).as_bytes())?;
-    }
-    Ok(shard)
+    Ok(ShardFile::create(folder)?.close(folder, layout, buffer, index, state)?.0)
 }
 
-/// A file that is being written, hashed whole and by block.
-struct Output {
+/// A shard's file while it is written, under another name; where that ends early it goes.
+struct ShardFile {
     path: PathBuf,
     file: File,
-    whole: Xxh3,
-    bytes: u64,
-    /// Hash of the block so far, what it still lacks, and the blocks before it.
+    bytes: usize,
+    /// Hash of the tokens; of the block so far; what that still lacks; hashes of the blocks before it.
+    tokens: Xxh3,
     block: Xxh3,
     lacks: usize,
-    blocks: Option<Vec<u64>>,
+    blocks: Vec<u64>,
+    /// The tokens that were put, which are hashed once more when the header is known.
+    written: Vec<Vec<u8>>,
 }
 
-impl Output {
-    fn put(&mut self, bytes: &[u8]) -> Result<()> {
+impl ShardFile {
+    /// A file with room for the header, which comes last: it tells lengths.
+    fn create(folder: &Path) -> Result<ShardFile> {
+        let path = folder.join("data.tmp");
+        let failed = |e: std::io::Error| Error::io(&path, "writing the prepared set", &e);
+        let mut file = File::create(&path).map_err(failed)?;
+        let there = file.seek(SeekFrom::Start(HEADER_BYTES as u64));
+        let (tokens, block) = (Xxh3::new(), Xxh3::new());
+        let (blocks, written) = (Vec::new(), Vec::new());
+        there.map_err(failed)?;
+        Ok(ShardFile { path, file, bytes: HEADER_BYTES, tokens, block, lacks: BLOCK_BYTES, blocks, written })
+    }
+
+    /// Writes tokens, and lets the disk begin with them.
+    fn put_tokens(&mut self, bytes: &[u8]) -> Result<()> {
+        let from = self.bytes;
         // Pieces that fit the cache, so that three passes (two hashes, one copy) read memory once.
         for piece in bytes.chunks(1 << 17) {
+            self.tokens.update(piece);
+            self.put(piece)?;
+        }
+        #[cfg(target_os = "linux")]
+        {
+            use std::os::fd::AsRawFd;
+            let (fd, from, count) = (self.file.as_raw_fd(), from as i64, bytes.len() as i64);
+            // SAFETY: the descriptor is open as long as the file; nothing of this process's memory is named. A kernel or file
+            // system that refuses is no error: all is flushed at the end.
+            unsafe { libc::sync_file_range(fd, from, count, libc::SYNC_FILE_RANGE_WRITE) };
+        }
+        #[cfg(not(target_os = "linux"))]
+        let _ = from;
+        Ok(())
+    }
+
+    fn put(&mut self, bytes: &[u8]) -> Result<()> {
+        for piece in bytes.chunks(1 << 17) {
             self.file.write_all(piece).map_err(|e| Error::io(&self.path, "writing the prepared set", &e))?;
-            self.whole.update(piece);
-            self.bytes += piece.len() as u64;
+            self.bytes += piece.len();
             let mut rest = piece;
-            while let Some(blocks) = self.blocks.as_mut().filter(|_| !rest.is_empty()) {
+            while !rest.is_empty() {
                 let (now, later) = rest.split_at(rest.len().min(self.lacks));
                 self.block.update(now);
                 self.lacks -= now.len();
                 rest = later;
                 if self.lacks == 0 {
-                    blocks.push(self.block.digest());
+                    self.blocks.push(self.block.digest());
                     self.block.reset();
                     self.lacks = BLOCK_BYTES;
                 }
@@ -601,39 +621,129 @@ impl Output {
         Ok(())
     }
 
-    fn begin_blocks(&mut self) {
-        self.blocks = Some(Vec::new());
-    }
-
-    fn end_blocks(&mut self) -> Vec<u64> {
-        let mut blocks = self.blocks.take().unwrap_or_default();
-        if self.lacks < BLOCK_BYTES {
-            blocks.push(self.block.digest());
+    /// Writes the rest of a shard and makes it durable under its name, and then its note; with the memory of its tokens.
+    fn close(
+        mut self,
+        folder: &Path,
+        layout: &Layout,
+        buffer: &Buffer,
+        index: u32,
+        state: Option<Value>,
+    ) -> Result<(ShardRecord, Vec<Vec<u8>>)> {
+        let name = shard_name(index as usize);
+        let (encoding, count, mask) = buffer.mask();
+        let offsets: Vec<u8> = buffer.offsets.iter().flat_map(|offset| offset.to_le_bytes()).collect();
+        let lines: Vec<u8> = buffer.lines.iter().flat_map(|line| line.to_le_bytes()).collect();
+        let meta = buffer.meta()?;
+        let (tokens, documents) = (buffer.num_tokens(), buffer.lines.len() as u64);
+        let ids = if layout.token_bytes() == 2 { "u16" } else { "u32" };
+        let mut sections = vec![
+            ("mask", encoding, count, mask.as_slice()),
+            ("doc_offsets", "u64", documents + 1, &offsets),
+            ("lines", "u32", documents, &lines),
+        ];
+        if !buffer.weights.is_empty() {
+            sections.push(("weights", "f32", tokens, &buffer.weights));
         }
-        blocks
+        sections.push(("meta", "json", buffer.origins.len() as u64, &meta));
+
+        let entry = |name: &str, encoding: &str, start: usize, end: usize, count: u64, xxh3: u64| Entry {
+            name: name.into(),
+            encoding: encoding.into(),
+            start: start as u64,
+            bytes: (end - start) as u64,
+            count,
+            xxh3,
+        };
+        const ZEROS: [u8; ALIGNMENT] = [0; ALIGNMENT];
+        self.put_tokens(&buffer.tokens)?;
+        let mut entries = vec![entry("tokens", ids, HEADER_BYTES, self.bytes, tokens, self.tokens.digest())];
+        let mut parts: Vec<&[u8]> = vec![&buffer.tokens];
+        for (name, encoding, count, bytes) in &sections {
+            let padding = &ZEROS[..aligned(self.bytes) - self.bytes];
+            self.put(padding)?;
+            let start = self.bytes;
+            self.put(bytes)?;
+            entries.push(entry(name, encoding, start, self.bytes, *count, xxh3_64(bytes)));
+            parts.extend([padding, bytes]);
+        }
+        let padding = &ZEROS[..aligned(self.bytes) - self.bytes];
+        self.put(padding)?;
+        let footer_start = self.bytes as u64;
+        if self.lacks < BLOCK_BYTES {
+            self.blocks.push(self.block.digest());
+        }
+        let footer_bytes = Footer::length(entries.len(), self.blocks.len()) as u64;
+        let footer = Footer { sections: entries, blocks: std::mem::take(&mut self.blocks) }.to_bytes();
+        self.put(&footer)?;
+        parts.extend([padding, footer.as_slice()]);
+        let key = u128::from_str_radix(&layout.key, 16).map_err(|_| {
+            Error::new(Kind::Argument, "key", format!("{:?} is no number of 32 hex digits", layout.key))
+        })?;
+        let header = Header {
+            token_bytes: layout.token_bytes(),
+            index,
+            vocab_size: layout.vocab_size,
+            documents,
+            tokens,
+            trained_tokens: buffer.trained,
+            footer_start,
+            footer_bytes,
+            key,
+            tokenizer: layout.tokenizer,
+            template: layout.template,
+            unicode: layout.unicode.clone(),
+        };
+        let header = header.to_bytes();
+        let failed = |e: std::io::Error| Error::io(&self.path, "writing the prepared set", &e);
+        self.file.seek(SeekFrom::Start(0)).and_then(|_| self.file.write_all(&header)).map_err(failed)?;
+        // The hash of the whole begins with the header; it is taken while the disk takes the file.
+        let (synced, hash) = std::thread::scope(|scope| {
+            let sync = scope.spawn(|| self.file.sync_all());
+            let mut whole = Xxh3::new();
+            whole.update(&header);
+            self.written.iter().map(Vec::as_slice).chain(parts).for_each(|part| whole.update(part));
+            (sync.join().unwrap_or_else(|panic| resume_unwind(panic)), whole.digest())
+        });
+        synced.map_err(failed)?;
+        fs::rename(&self.path, folder.join(&name)).map_err(failed)?;
+        sync_folder(folder)?;
+        let shard = ShardRecord {
+            file: name,
+            bytes: self.bytes as u64,
+            xxh3: format!("{hash:016x}"),
+            documents,
+            tokens,
+            trained_tokens: buffer.trained,
+            weights: !buffer.weights.is_empty(),
+        };
+        if let Some(state) = state {
+            let note = Note { key: layout.key.clone(), shard: shard.clone(), state };
+            let text = serde_json::to_string_pretty(&note).map_err(|e| Error::new(Kind::Store, "note", e))?;
+            write_whole(folder, &note_name(index as usize), sealed(&text).as_bytes())?;
+        }
+        Ok((shard, std::mem::take(&mut self.written)))
     }
 }
 
-/// Writes a file under another name, flushes it, gives it its name, and flushes the folder; length and hash.
-fn write_durably(folder: &Path, name: &str, fill: impl FnOnce(&mut Output) -> Result<()>) -> Result<(u64, u64)> {
+impl Drop for ShardFile {
+    fn drop(&mut self) {
+        // Where it has its own name nothing is there. The space of one that failed goes to whoever has to free some.
+        let _ = fs::remove_file(&self.path);
+    }
+}
+
+/// Writes a file under another name, flushes it, gives it its name, and flushes the folder.
+pub(super) fn write_whole(folder: &Path, name: &str, bytes: &[u8]) -> Result<()> {
     let path = folder.join(format!("{name}.tmp"));
     let failed = |e: std::io::Error| Error::io(&path, "writing the prepared set", &e);
-    let file = File::create(&path).map_err(failed)?;
-    let (whole, block) = (Xxh3::new(), Xxh3::new());
-    let mut out = Output { path: path.clone(), file, whole, bytes: 0, block, lacks: BLOCK_BYTES, blocks: None };
-    let written = fill(&mut out).and_then(|()| out.file.sync_all().map_err(failed));
-    if let Err(error) = written {
-        // The space goes to whoever has to free some.
+    let mut file = File::create(&path).map_err(failed)?;
+    if let Err(error) = file.write_all(bytes).and_then(|()| file.sync_all()) {
         let _ = fs::remove_file(&path);
-        return Err(error);
+        return Err(failed(error));
     }
     fs::rename(&path, folder.join(name)).map_err(failed)?;
-    sync_folder(folder)?;
-    Ok((out.bytes, out.whole.digest()))
-}
-
-pub(super) fn write_whole(folder: &Path, name: &str, bytes: &[u8]) -> Result<()> {
-    write_durably(folder, name, |out| out.put(bytes)).map(|_| ())
+    sync_folder(folder)
 }
 
 pub(super) fn remove_if_there(path: &Path) -> Result<()> {

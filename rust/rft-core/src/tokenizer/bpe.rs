@@ -24,6 +24,7 @@ use std::hash::{BuildHasherDefault, Hasher};
 
 use super::Side;
 use super::model::{Model, SPACE_MARK};
+use super::names::Names;
 use super::pairs::{self, Growing, MAX_TOKENS, Pairs};
 use super::trie::{NONE, Trie};
 
@@ -167,26 +168,26 @@ struct Merge {
 }
 
 impl Bpe {
-    /// From a model; else why it cannot be.
-    pub fn new(model: &Model<'_>, unit: Unit, threads: usize) -> Result<Bpe, String> {
+    /// From a model; else why it cannot be. `meanwhile` is called with all but what searches need, which a second thread makes.
+    pub fn new<T>(
+        model: &Model<'_>,
+        unit: Unit,
+        threads: usize,
+        meanwhile: impl FnOnce(&Bpe) -> T,
+    ) -> Result<(Bpe, T), String> {
         let vocab = &model.vocab.0;
         let top = vocab.iter().map(|(_, id)| *id as usize + 1).max().unwrap_or(0);
         if top > MAX_TOKENS {
             return Err(format!("its vocabulary has ids above {MAX_TOKENS}"));
         }
-        let mut ids: FoldMap<&str, u32> = FoldMap::default();
-        ids.reserve(vocab.len());
-        ids.extend(vocab.iter().map(|(token, id)| (token.as_ref(), *id)));
-        if ids.len() != vocab.len() {
-            return Err("its vocabulary names a token twice".to_string());
-        }
+        let names = Names::new(vocab).ok_or("its vocabulary names a token twice")?;
         let (texts, merges) = std::thread::scope(|scope| {
             let texts = Side::new(scope, threads, || texts_of(vocab, top, unit));
             let all = model.merges.0.as_slice();
             // The texts take a thread about as long as a third of the merges.
             let (first, second) = all.split_at(if threads > 1 { all.len() * 2 / 3 } else { all.len() });
-            let more = Side::new(scope, threads, || merges_of(second, first.len(), &ids));
-            let merges = merges_of(first, 0, &ids).and_then(|mut merges| {
+            let more = Side::new(scope, threads, || merges_of(second, first.len(), &names));
+            let merges = merges_of(first, 0, &names).and_then(|mut merges| {
                 merges.append(&mut more.get()?);
                 Ok(merges)
             });
@@ -202,9 +203,10 @@ impl Bpe {
         std::thread::scope(|scope| {
             let search = Side::new(scope, threads, || searched(&numbered, &texts));
             bpe.pairs = pairs.fixed();
-            bpe.finish(&texts, &ids, model.ignore_merges)?;
+            bpe.finish(&texts, &names, model.ignore_merges)?;
+            let made = meanwhile(&bpe);
             (bpe.trie, bpe.shorter) = search.get();
-            Ok(bpe)
+            Ok((bpe, made))
         })
     }
 
@@ -318,7 +320,7 @@ impl Bpe {
         Ok(())
     }
 
-    fn finish(&mut self, texts: &Texts, ids: &FoldMap<&str, u32>, ignore_merges: bool) -> Result<(), String> {
+    fn finish(&mut self, texts: &Texts, names: &Names<'_>, ignore_merges: bool) -> Result<(), String> {
         self.lengths = self.ids.iter().map(|id| texts.get(*id).len() as u32).collect();
         self.ends.push(0);
         for id in &self.ids {
@@ -334,7 +336,7 @@ impl Bpe {
         if self.unit == Unit::Char {
             for byte in 0..=255u8 {
                 let name = format!("<0x{byte:02X}>");
-                let id = *ids.get(name.as_str()).ok_or_else(|| format!("its vocabulary lacks {name}"))?;
+                let id = names.get(&name).ok_or_else(|| format!("its vocabulary lacks {name}"))?;
                 // Such a token must come from its byte alone, not from merges of its spelling.
                 if reachable[id as usize] {
                     return Err(format!("its merges make {name}"));
@@ -652,19 +654,31 @@ impl Bpe {
 }
 
 /// Merges as ids; `before` come before them.
-fn merges_of(
-    merges: &[(Cow<'_, str>, Cow<'_, str>)],
-    before: usize,
-    ids: &FoldMap<&str, u32>,
-) -> Result<Vec<Merge>, String> {
+fn merges_of(merges: &[(Cow<'_, str>, Cow<'_, str>)], before: usize, names: &Names<'_>) -> Result<Vec<Merge>, String> {
+    /// Merges whose tokens are looked up together.
+    const SOME: usize = 16;
     let mut all = Vec::with_capacity(merges.len());
     let mut joined = String::new();
-    for (rank, (left, right)) in (before..).zip(merges) {
+    for (start, some) in (before..).step_by(SOME).zip(merges.chunks(SOME)) {
         joined.clear();
-        joined.push_str(left);
-        joined.push_str(right);
-        let get = |token: &str| ids.get(token).copied().ok_or_else(|| format!("its merge {rank} has no token"));
-        all.push(Merge { left: get(left)?, right: get(right)?, product: get(&joined)? });
+        let mut ends = [(0, 0); SOME];
+        for (end, (left, right)) in ends.iter_mut().zip(some) {
+            let from = joined.len();
+            joined.push_str(left);
+            joined.push_str(right);
+            *end = (from, joined.len());
+        }
+        let found: [[Option<u32>; SOME]; 3] = [
+            names.get_all(std::array::from_fn(|at| some.get(at).map_or("", |(left, _)| left.as_ref()))),
+            names.get_all(std::array::from_fn(|at| some.get(at).map_or("", |(_, right)| right.as_ref()))),
+            names.get_all(ends.map(|(from, to)| &joined[from..to])),
+        ];
+        for (at, rank) in (start..).take(some.len()).enumerate() {
+            let [Some(left), Some(right), Some(product)] = found.map(|ids| ids[at]) else {
+                return Err(format!("its merge {rank} has no token"));
+            };
+            all.push(Merge { left, right, product });
+        }
     }
     Ok(all)
 }

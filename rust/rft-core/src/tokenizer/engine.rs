@@ -4,7 +4,7 @@ use super::Side;
 use super::added::{Finder, Stretch};
 use super::borders::Borders;
 use super::bpe::{Bpe, Memo, Unit};
-use super::cache::{Cache, FEW, Found, Key, LONG, Listed, SHORT, SOME, Shared, Short, key};
+use super::cache::{COUNT, Cache, FEW, Found, Key, LONG, Listed, Long, SHORT, SOME, Shared, Short, key};
 use super::cut::{Cutter, Scheme};
 use super::masks::Simd;
 use super::model::{Added, Form, Plan, Prefix, SPACE_MARK};
@@ -84,6 +84,11 @@ impl Part {
     }
 }
 
+/// The slot of a piece that is not short: no table has it.
+const NOWHERE: u32 = u32::MAX;
+
+type Tables<'a> = (Short<'a>, Long<'a>);
+
 /// Pieces that are looked up together.
 const BATCH: usize = 512;
 /// Ids and gaps that wait before they are put out. Gaps are filled together, since each waits for memory; but a new piece
@@ -138,7 +143,14 @@ impl Engine {
         threads: usize,
     ) -> std::result::Result<Engine, String> {
         let unit = if matches!(plan.scheme, Scheme::Spaces { .. }) { Unit::Char } else { Unit::Byte };
-        let bpe = Bpe::new(&plan.model, unit, threads)?;
+        let (bpe, (borders, shared)) = Bpe::new(&plan.model, unit, threads, |bpe| {
+            std::thread::scope(|scope| {
+                let borders =
+                    Side::new(scope, threads, || if bpe.has_parts() { Borders::new(bpe.texts()) } else { None });
+                let shared = seeded(bpe);
+                (borders.get(), shared)
+            })
+        })?;
         let marks_first = unit == Unit::Char && matches!(plan.prefix, Prefix::Never | Prefix::Always);
         let content = |token: &Added| -> String {
             if unit == Unit::Char && marks_first {
@@ -156,11 +168,6 @@ impl Engine {
             Scheme::Gpt2 { digits: true } => Classes::behind_digits(version),
             _ => Classes::of(version),
         };
-        let (borders, shared) = std::thread::scope(|scope| {
-            let borders = Side::new(scope, threads, || if bpe.has_parts() { Borders::new(bpe.texts()) } else { None });
-            let shared = seeded(&bpe);
-            (borders.get(), shared)
-        });
         Ok(Engine {
             simd: Simd::best(),
             cutter: Cutter::new(plan.scheme, classes, bpe.glue()),
@@ -524,13 +531,23 @@ impl Engine {
     }
 }
 
+/// Tokens between one whose slot is asked for and the one that is put.
+const AHEAD: usize = 24;
+
 /// What is known from the start: every token that merges reach. (Others in the vocabulary are not what their text becomes.)
 fn seeded(bpe: &Bpe) -> Shared {
     let short = bpe.texts().filter(|text| text.len() <= SHORT).count();
     let shared = Shared::new(short + short / 4);
     let mut cache = Cache::new(&shared);
-    for (text, id) in bpe.texts().zip(bpe.ids()).filter(|(text, _)| text.len() <= LONG) {
-        cache.keep(&shared, text, 0, text.len(), &[*id]);
+    // Each lies somewhere else: memory is asked for ahead.
+    let mut ahead = bpe.texts().skip(AHEAD);
+    for (text, id) in bpe.texts().zip(bpe.ids()) {
+        if let Some(next) = ahead.next().filter(|next| next.len() <= SHORT) {
+            cache.short().ask(key(next, 0, next.len()));
+        }
+        if text.len() <= LONG {
+            cache.keep(&shared, text, 0, text.len(), &[*id]);
+        }
     }
     shared
 }
@@ -546,55 +563,79 @@ fn look_up_avx2(text: &[u8], first: usize, ends: &[u32], scratch: &mut Scratch) 
 #[inline(always)]
 fn look_up_any(text: &[u8], first: usize, ends: &[u32], scratch: &mut Scratch) {
     let Scratch { cache, keys, out, gaps, .. } = scratch;
-    let (short, long) = (cache.short(), cache.long());
+    let tables = (cache.short(), cache.long());
     let (mut asked, mut start, mut filled) = (first, first, scratch.filled);
     let (mut steps, mut half) = (ends.chunks(STEP).peekable(), 0);
     if let Some(step) = steps.peek() {
-        asked = ask(short, text, asked, step, &mut keys[0]);
+        asked = ask(tables, text, asked, step, &mut keys[0]);
     }
     while let Some(step) = steps.next() {
         if let Some(step) = steps.peek() {
-            asked = ask(short, text, asked, step, &mut keys[half ^ 1]);
+            asked = ask(tables, text, asked, step, &mut keys[half ^ 1]);
         }
         let asked = &keys[half];
         half ^= 1;
-        for ((key, slot), end) in asked.keys.iter().zip(&asked.slots).zip(step) {
-            let (from, end) = (start, *end as usize);
-            start = end;
-            let mut known = false;
-            if end - from <= SHORT {
-                if let Some((few, count)) = short.get(*key, *slot) {
-                    if count <= FEW {
-                        out[filled..filled + FEW].copy_from_slice(&few);
-                        filled += count;
-                        continue;
-                    }
-                    known = true;
-                }
-            } else if end - from <= LONG
-                && let Some((few, count)) = long.get(&text[from..end])
+        for (at, (key, slot)) in asked.keys.iter().zip(&asked.slots).take(step.len()).enumerate() {
+            // Nearly all stand where they are sought first; the others are left to a call, for which this loop has few
+            // values to hold.
+            if let Some((ids, count)) = tables.0.first(*key, *slot)
+                && let Some(room) = out[filled..].first_chunk_mut::<FEW>()
             {
-                if count <= SOME {
-                    out[filled..filled + SOME].copy_from_slice(&few);
-                    filled += count;
-                    continue;
-                }
-                known = true;
+                *room = *ids;
+                room[0] = ids[0] & ((1 << COUNT) - 1);
+                filled += count;
+                continue;
             }
-            gaps.push(Gap { filled, start: from, end, known, parts: 0 });
+            let from = if at == 0 { start } else { step[at - 1] as usize };
+            filled = look_further(tables, text, (from, step[at] as usize), *key, *slot, (out, filled), gaps);
         }
+        start = step[step.len() - 1] as usize;
     }
     scratch.filled = filled;
 }
 
+/// Looks up a piece, which is not where it was sought first; gives how many ids wait then.
+#[inline(never)]
+fn look_further(
+    (short, long): Tables<'_>,
+    text: &[u8],
+    (start, end): (usize, usize),
+    key: Key,
+    slot: u32,
+    (out, filled): (&mut [u32], usize),
+    gaps: &mut Vec<Gap>,
+) -> usize {
+    let length = end - start;
+    let (found, most) = if length <= SHORT {
+        (short.get(key, slot).map(|([a, b, c, d], count)| ([a, b, c, d, 0, 0, 0], count)), FEW)
+    } else if length <= LONG {
+        (long.get(text, start, length), SOME)
+    } else {
+        (None, 0)
+    };
+    match found {
+        Some((few, count)) if count <= most => {
+            out[filled..filled + SOME].copy_from_slice(&few);
+            return filled + count;
+        }
+        _ => gaps.push(Gap { filled, start, end, known: found.is_some(), parts: 0 }),
+    }
+    filled
+}
+
 /// Makes the keys of the pieces from `from` on and asks for their cache lines; gives where the last one ends.
 #[inline(always)]
-fn ask(short: Short<'_>, text: &[u8], mut from: usize, ends: &[u32], asked: &mut Asked) -> usize {
+fn ask((short, long): Tables<'_>, text: &[u8], mut from: usize, ends: &[u32], asked: &mut Asked) -> usize {
     for ((at_key, at_slot), end) in asked.keys.iter_mut().zip(&mut asked.slots).zip(ends) {
         let end = *end as usize;
         if end - from <= SHORT {
             let key = key(text, from, end - from);
             (*at_key, *at_slot) = (key, short.ask(key));
+        } else {
+            *at_slot = NOWHERE;
+            if end - from <= LONG {
+                long.ask(text, from, end - from);
+            }
         }
         from = end;
     }

@@ -17,6 +17,7 @@ mod engine;
 mod masks;
 mod memory;
 mod model;
+mod names;
 mod normal;
 mod pairs;
 mod rounds;

@@ -212,7 +212,7 @@ mod tests {
             });
             let file = file.to_string();
             let plan = Plan::read(&file).expect("a plan");
-            let bpe = Bpe::new(&plan.model, Unit::Byte, 1).expect("merges");
+            let bpe = Bpe::new(&plan.model, Unit::Byte, 1, |_| ()).expect("merges").0;
             let pieces: Vec<String> = (0..3 * TURNS + 1)
                 .map(|_| (0..1 + below(PICKED)).map(|_| ["a", "b", "c"][below(3)]).collect())
                 .collect();
