@@ -68,7 +68,8 @@ class Results:
         if self.path is None:
             return
         stamp = {
-            "device": self.device or device_name(),  # asked for by each line: a bench may import torch after this is made
+            "device": self.device
+            or device_name(),  # asked for by each line: a bench may import torch after this is made
             "commit": self.commit,
             "date": _now().isoformat(timespec="seconds"),
             "versions": self.versions,

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from rft.memory.calibrate import calibrate
+from rft.memory.calibrate import calibrate, sustained_seconds
 from rft.memory.devices import GIB, GPUS, calibration_file, find_gpu, rates_of, write_calibration
 
 
@@ -52,7 +52,21 @@ def test_measured_figures_take_the_place_of_the_table_s(monkeypatch, tmp_path):
 
 def test_calibration_measures_what_this_device_has():
     """On a CPU with few rows: the path is run, and the figures are of the right order for one."""
-    found = dict(calibrate(torch.device("cpu"), tokens=16))
+    found = dict(calibrate(torch.device("cpu"), tokens=16, sustained=0.05))
     assert set(found) == {"matmul", "fp32", "memory", "host"}
     assert 1e8 < found["fp32"] < 1e14
     assert 1e7 < found["memory"] < 1e13
+
+
+def test_a_rate_is_that_of_work_that_has_gone_on_for_a_while(monkeypatch):
+    """A device that is fast for its first 0.2 s and then held at half of that: what counts is the half."""
+    now = [0.0]
+    monkeypatch.setattr("rft.memory.calibrate.time.perf_counter", lambda: now[0])
+
+    def run() -> None:
+        now[0] += 1e-3 if now[0] < 0.2 else 2e-3
+
+    assert sustained_seconds(run, torch.device("cpu"), 0.5) == pytest.approx(2e-3)
+    assert 0.5 < now[0] < 1.1
+    now[0] = 0.0
+    assert sustained_seconds(run, torch.device("cpu"), 0.05) == pytest.approx(1e-3)

@@ -43,7 +43,7 @@ class Finding:
 def command(
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
     calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Measure this GPU for half a minute: `rft plan` uses the figures.")
+        bool, typer.Option("--calibrate", help="Measure this GPU for about 20 seconds: `rft plan` uses the figures.")
     ] = False,
 ) -> int:
     """Show what this machine has, which backends rft will use, and what falls back and why."""

@@ -1,11 +1,13 @@
-"""What this GPU does, measured in half a minute: the figures behind the planner's times.
+"""What this GPU does, measured in some ten seconds: the figures behind the planner's times.
 
 Products at the shapes of an 8B layer, attention forward and backward, a pass over memory, copies to pinned memory, and the launching of one
-decoder layer. Medians of a few repetitions; every figure is what a training step reaches, not a peak.
+decoder layer. Every figure is what a training step reaches, not a peak: a GPU at work is held at its power limit, and one call on a cool GPU is
+not (745 TFLOP/s on an H200, 640 to 690 in a step). So each kind of work goes on for half a second without a pause, and its later half counts.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -14,24 +16,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-REPEATS = 7
+Seconds = Callable[[Callable[[], Any]], float]
+"""Of one call of what it is given."""
+LAUNCHES = 7
+"""Repetitions of what is launched and waited for."""
+SUSTAINED = 0.5
+"""Seconds without a pause of each kind of work."""
+SLICES = 10
+"""Of that time, each with a figure of its own; the median of the later half is taken."""
 
 
-def calibrate(device: torch.device, tokens: int = 16384) -> Iterator[tuple[str, float]]:
-    """(name of a field of `devices.Rates`, figure) one after the other. tokens: fewer make it shorter, and less true."""
+def calibrate(device: torch.device, tokens: int = 16384, sustained: float = SUSTAINED) -> Iterator[tuple[str, float]]:
+    """(name of a field of `devices.Rates`, figure) one after the other. tokens, sustained: less of them makes it shorter, and less true."""
+
+    def seconds(run: Callable[[], Any]) -> float:
+        return sustained_seconds(run, device, sustained)
+
     half = torch.bfloat16
-    yield "matmul", _matmul(tokens, 4096, 14336, half, device)
-    yield "fp32", _matmul(max(256, tokens // 8), 4096, 4096, torch.float32, device)
-    fp8 = _fp8(tokens, device)
+    yield "matmul", _matmul(tokens, 4096, 14336, half, device, seconds)
+    yield "fp32", _matmul(max(256, tokens // 8), 4096, 4096, torch.float32, device, seconds)
+    fp8 = _fp8(tokens, device, seconds)
     if fp8 is not None:
         yield "fp8", fp8
-    fastest, plain = _attention(tokens, device)
+    fastest, plain = _attention(tokens, device, seconds)
     if plain is not None:
         yield "attention_plain", plain
     if fastest is not None:
         yield "attention", fastest
-    yield "memory", _memory(tokens, device)
-    yield "host", _host(device)
+    yield "memory", _memory(tokens, device, seconds)
+    yield "host", _host(device, seconds)
     if device.type == "cuda":
         yield "launch", _launch(device, packed=False)
         yield "launch_packed", _launch(device, packed=True)
@@ -41,10 +54,46 @@ def calibrate(device: torch.device, tokens: int = 16384) -> Iterator[tuple[str, 
             yield "context", float(beside)
 
 
-def _seconds(run: Callable[[], Any], device: torch.device) -> float:
-    """Median of one call, behind two that are not counted."""
+def sustained_seconds(run: Callable[[], Any], device: torch.device, sustained: float) -> float:
+    """Seconds of one call among calls that follow each other for about `sustained` seconds, by the device's own clock.
+
+    Without a wait between them: a pass over memory takes 63 us on an H200 and its launch with a wait 16 more, which made 3.40 TB/s of 4.26.
+    """
+    for _ in range(2):  # compiled, chosen, allocated
+        run()
+    _wait(device)
+    began = time.perf_counter()
+    run()
+    _wait(device)
+    calls = max(1, round(sustained / SLICES / max(1e-6, time.perf_counter() - began)))
+    marks = [_mark(device)]
+    for _ in range(SLICES):
+        for _ in range(calls):
+            run()
+        marks.append(_mark(device))
+    _wait(device)
+    slices = [_between(a, b) / calls for a, b in itertools.pairwise(marks)]
+    return statistics.median(slices[SLICES // 2 :])
+
+
+def _mark(device: torch.device) -> Any:
+    """A moment of the device: when it gets here."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between(begin: Any, end: Any) -> float:
+    """Seconds between two moments."""
+    return end - begin if isinstance(begin, float) else 1e-3 * begin.elapsed_time(end)
+
+
+def _launched_seconds(run: Callable[[], Any], device: torch.device) -> float:
+    """Median of one call that is waited for, behind two that are not counted."""
     times = []
-    for i in range(REPEATS + 2):
+    for i in range(LAUNCHES + 2):
         _wait(device)
         began = time.perf_counter()
         run()
@@ -59,13 +108,13 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _matmul(rows: int, inner: int, columns: int, dtype: torch.dtype, device: torch.device) -> float:
+def _matmul(rows: int, inner: int, columns: int, dtype: torch.dtype, device: torch.device, seconds: Seconds) -> float:
     x = torch.randn(rows, inner, device=device, dtype=dtype)
     weight = torch.randn(columns, inner, device=device, dtype=dtype)
-    return 2 * rows * inner * columns / _seconds(lambda: x @ weight.t(), device)
+    return 2 * rows * inner * columns / seconds(lambda: x @ weight.t())
 
 
-def _fp8(rows: int, device: torch.device) -> float | None:
+def _fp8(rows: int, device: torch.device, seconds: Seconds) -> float | None:
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
         return None
     from rft.kernels import fp8
@@ -78,10 +127,10 @@ def _fp8(rows: int, device: torch.device) -> float | None:
             x, weight.t(), scale_a=scale, scale_b=weight_scale.t(), out_dtype=torch.bfloat16, use_fast_accum=True
         )
 
-    return 2 * rows * 4096 * 14336 / _seconds(run, device)
+    return 2 * rows * 4096 * 14336 / seconds(run)
 
 
-def _attention(tokens: int, device: torch.device) -> tuple[float | None, float | None]:
+def _attention(tokens: int, device: torch.device, seconds: Seconds) -> tuple[float | None, float | None]:
     """FLOP/s forward and backward of one long document, 32 heads of 128: (the fastest backend here, varlen_attn)."""
     from rft.models import attention_backends, attention_fast
     from rft.models.attention import why_not_backend
@@ -104,21 +153,21 @@ def _attention(tokens: int, device: torch.device) -> tuple[float | None, float |
             out = call(inputs, documents, None)
             out.backward(torch.ones_like(out))
 
-        found[name] = 3.5 * 2 * 32 * 128 * length * length / _seconds(run, device)
+        found[name] = 3.5 * 2 * 32 * 128 * length * length / seconds(run)
     return max(found.values(), default=None), found.get("varlen")
 
 
-def _memory(tokens: int, device: torch.device) -> float:
+def _memory(tokens: int, device: torch.device, seconds: Seconds) -> float:
     x = torch.randn(max(1, tokens // 4), 16384, device=device, dtype=torch.bfloat16)
     y = torch.empty_like(x)
-    return 2 * x.nbytes / _seconds(lambda: torch.add(x, 1.0, out=y), device)
+    return 2 * x.nbytes / seconds(lambda: torch.add(x, 1.0, out=y))
 
 
-def _host(device: torch.device) -> float:
+def _host(device: torch.device, seconds: Seconds) -> float:
     size = 256 << 20 if device.type == "cuda" else 16 << 20
     pinned = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     there = torch.empty(size, dtype=torch.uint8, device=device)
-    return size / _seconds(lambda: pinned.copy_(there, non_blocking=True), device)
+    return size / seconds(lambda: pinned.copy_(there, non_blocking=True))
 
 
 def _launch(device: torch.device, *, packed: bool) -> float:
@@ -171,4 +220,4 @@ def _launch(device: torch.device, *, packed: bool) -> float:
             hidden = out[0] if isinstance(out, tuple) else out
         hidden.float().sum().backward()
 
-    return _seconds(run, device) / len(layers)
+    return _launched_seconds(run, device) / len(layers)

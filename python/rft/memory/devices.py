@@ -16,9 +16,9 @@ from typing import Any
 GIB = 2**30
 
 
-GUESSED_LAUNCH, GUESSED_PACKED_LAUNCH = 6.5e-3, 12.7e-3
-"""An H200's host: 204 ms of a step of 32 layers through the fused blocks, 406 ms over NF4 (bench/train/step.py --narrow, plan.py). It was
-160 to 290 from one moment to the next, so these are guesses until `rft doctor --calibrate` has measured a host."""
+GUESSED_LAUNCH, GUESSED_PACKED_LAUNCH = 6.7e-3, 7.6e-3
+"""An H200's host as `rft doctor --calibrate` measured it on 2026-12-01: 6.71 ms, and 7.60 over NF4. It was 5 to 9 from one moment to the next,
+so these are guesses until a host is measured itself."""
 
 
 @dataclass(frozen=True)
