@@ -325,13 +325,13 @@ def backward_bytes(problem: Problem, tokens: int, tiles: int = 1, *, in_backward
     fused = problem.kernels and not problem.trained_in_full
     wide = 2
     rows = math.ceil(tokens / tiles)
-    again = 0 if tiles == 1 else 1 if fused else 2 if problem.kernels else 4  # of a piece, besides
+    again = 0 if tiles == 1 else 1 if fused else 3 if problem.kernels else 4  # of a piece, besides
     inner = rows * f.intermediate_size * (wide + again)
     if in_backward:  # each weight is updated as soon as its gradient is there
         inner = max(inner, UPDATED * 16 // size)
     streams = (3 if fused else 1) + max(0, round(f.norm_width / f.hidden_size) - 2)  # norms behind the MLP
-    # pieces add up the gradients of their weights in fp32, each beside those of the piece that it is at
-    sums = 3 * f.hidden_size * f.intermediate_size * (4 + size) if tiles > 1 and problem.trained_in_full else 0
+    # pieces add up the gradients of their weights in fp32; of the piece that it is at, that of down is there while its activation goes back
+    sums = f.hidden_size * f.intermediate_size * (3 * 4 + size) if tiles > 1 and problem.trained_in_full else 0
     return (inner + streams * tokens * f.hidden_size) * size + sums + branch_parts_bytes(problem, rows)
 
 

@@ -103,6 +103,7 @@ class _Tiled(torch.autograd.Function):
                 with torch.no_grad():
                     for number, gradient in enumerate(got):
                         sums[number] = _add(sums[number], gradient)
+                del got  # of the next piece nothing is there yet that needs their room
         found = iter(sums)
         gradients = [next(found) if p.requires_grad else None for p in parameters]
         return (None if d_x is None else d_x.view(x.shape), None, None, None, *gradients)
