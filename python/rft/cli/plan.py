@@ -177,6 +177,8 @@ def _show(made: Answer) -> None:
     for decision in made.decisions:
         if decision.key in _PLANNED and not (decision.key.endswith("_layers") and decision.value == "all"):
             log.say("chosen", f"{decision.key} = {decision.value}: {decision.reason}")
+    for words in made.without_effect:
+        log.warn(words)
     if planned.fits:
         for words in planned.nearest() if machine.kind == "cuda" else ():
             log.say("or", words)

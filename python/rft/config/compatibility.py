@@ -446,7 +446,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "a folder for nothing",
         ("memory.offload_dir", "memory.offload", "memory.offload_states"),
-        lambda c: is_set(c.memory, "offload_dir") and not uses_disk(c),
+        lambda c: is_set(c.memory, "offload_dir") and not uses_disk(c) and c.memory.offload != "auto",
         "names a folder, and nothing goes to disk",
         'set memory.offload or memory.offload_states to "disk", or leave out memory.offload_dir',
         {"memory": {"offload_dir": "/tmp"}},

@@ -39,6 +39,8 @@ class Job:
     facts: Facts
     probed: Probed
     known: Known
+    given: Config
+    """As it was before `known` decided what was left to it."""
     receipts: Receipts = field(default_factory=Receipts)
     decisions: list[Decision] = field(default_factory=list)
     prepared: Prepared | None = None

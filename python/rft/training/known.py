@@ -27,6 +27,7 @@ from rft.ranks import launched
 from rft.training.decision import Decision
 from rft.training.machine import Machine, usable_cores
 from rft.training.resolve import resolve
+from rft.training.without_effect import Resolved
 
 MOST_FILES = 200
 """Older ones are removed: each is about a kilobyte."""
@@ -70,6 +71,10 @@ class Known:
             isolates=self.isolates,
             can_recompute=self.can_recompute,
         )
+
+    def seen(self, given: Config, made: Config) -> Resolved:
+        """For the keys that were given and are of no use. given: as `resolve` got it; made: as it gave it back."""
+        return Resolved(given, made, self.machine, self.facts.num_layers)
 
 
 def recall(config: Config, processes: int = 1) -> Known | None:

@@ -23,6 +23,7 @@ from rft.models.describe import Facts, describe
 from rft.models.head import auto_chunk_rows
 from rft.models.probe import Probed, probe_config
 from rft.models.source import read_config
+from rft.training import without_effect
 from rft.training.decision import Decision
 from rft.training.machine import Machine
 from rft.training.resolve import planned_for, resolve, resolve_precision
@@ -47,6 +48,8 @@ class Answer:
     steps: int | None
     changes: tuple[str, ...] = ()
     """Where nothing fits: the cheapest changes that would, the fastest first."""
+    without_effect: tuple[str, ...] = ()
+    """Keys that were given for nothing, each in a line."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -82,6 +85,7 @@ class Answer:
             "reasons": {d.key: {"value": _plain(d.value), "reason": d.reason} for d in self.decisions},
             "alternatives": self.planned.nearest(),
             "changes": list(self.changes),
+            "without_effect": list(self.without_effect),
         }  # fmt: skip
 
     def step_flops(self) -> float:
@@ -124,6 +128,7 @@ class _Asking:
         rows = auto_chunk_rows(
             machine.kind, facts.vocab_size, kernels=kernels, head_trained=config.adapter.name == "none", itemsize=size
         )
+        given = config
         config, more = resolve(
             config, facts, machine, attention=_attention(machine, probed), chunk_rows=rows, store=str(default_root()), kernels=kernels,
             isolates=probed.isolates,
@@ -136,7 +141,8 @@ class _Asking:
             steps = max(
                 1, math.ceil(config.train.epochs * tokens / made.tokens_per_step)
             )  # an epoch's last step may be short
-        return replace(made, steps=steps)
+        idle = without_effect.lines(without_effect.Resolved(given, config, machine, facts.num_layers, steps))
+        return replace(made, steps=steps, without_effect=tuple(idle))
 
 
 def _model_config(config: Config) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rft.config.root import Config
+from rft.training import without_effect
 from rft.training.decision import Decision
 from rft.training.known import recall, remember
 from rft.training.resolve import resolve_precision
@@ -20,8 +21,9 @@ def resolve_without_weights(config: Config, *, processes: int = 1) -> tuple[Conf
     if known is not None:
         check_trackers(config.log)
         decided, decisions = resolve_precision(config, known.machine)
-        decided, more = known.resolve(decided)
-        return decided, [*decisions, *more]
+        made, more = known.resolve(decided)
+        without_effect.tell(known.seen(decided, made))
+        return made, [*decisions, *more]
     from rft.parallel.mesh import join_world
     from rft.training.setup import inspect_job
 

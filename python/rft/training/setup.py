@@ -48,6 +48,7 @@ from rft.parallel.fsdp import local_part
 from rft.parallel.mesh import World
 from rft.quant.packed import Packed, place
 from rft.ranks import plain_number
+from rft.training import without_effect
 from rft.training.cuda_graph import BY_BORDERS, MicroBatchGraphs
 from rft.training.flops import count_flops
 from rft.training.job import DTYPES, Job
@@ -142,7 +143,9 @@ def inspect_job(config: Config, world: World, *, kernels: bool | None = None) ->
         isolates=probed.isolates,
         can_recompute=can_recompute,
     )
+    given = config
     config, more = known.resolve(config)
+    without_effect.tell(known.seen(given, config))
     planned = None
     if machine.kind == "cuda":
         planned = planned_for(
@@ -167,6 +170,7 @@ def inspect_job(config: Config, world: World, *, kernels: bool | None = None) ->
         kernels=not no_kernels,
         planned=planned,
         known=known,
+        given=given,
     )
 
 
@@ -214,6 +218,8 @@ def build_run(job: Job, run_dir: Path, checkpoint: Checkpoint | None) -> Run:
     total_steps = plan_total_steps(job.config, lambda epoch: steps_in_epoch(loader, epoch, packs_per_step))
     if total_steps == 0:
         raise ConfigError("train.epochs", f"{job.config.train.epochs:g} is no step at all", wanted="at least one step")
+    seen = job.known.seen(job.given, job.config)
+    without_effect.tell(replace(seen, steps=total_steps), but=seen)
     refuse_many_updates(job, packs_per_step)
     if uses_disk(job.config):
         offload_folder(job.config, run_dir)  # raises before any weight is read
