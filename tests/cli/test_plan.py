@@ -60,6 +60,16 @@ def test_json_has_the_numbers_in_bytes_and_seconds(capsys):
 
 
 @pytest.mark.usefixtures("config")
+def test_a_key_that_does_nothing_there_is_told(capsys):
+    idle = ["--set", "memory.recompute_layers=4"]
+    line = "memory.recompute_layers = 4 has no effect: memory.recompute is none"
+    _, text = plan(capsys, "--gpu", "H200", *idle)
+    assert line in " ".join(text.split())
+    cli.run(["plan", "chat.toml", "--gpu", "H200", "--json", *idle])
+    assert json.loads(capsys.readouterr().out)["without_effect"] == [line]
+
+
+@pytest.mark.usefixtures("config")
 def test_what_does_not_fit_names_changes_that_do_and_exits_with_1(capsys):
     code, text = plan(capsys, "--gpu", "H100", "--set", "adapter.name=none")
     assert code == 1

@@ -101,6 +101,34 @@ def test_parts_side_by_side_are_quantised_under_one_scale(device, widths, dtype)
         fp8.quantise_joined(parts[:1])
 
 
+def test_a_weight_s_scales_are_those_with_the_smallest_error_of_a_row(device, monkeypatch):
+    torch.manual_seed(0)
+    weight = (torch.randn(48, 576, device=device) * torch.logspace(-6, 3, 48, device=device)[:, None]).bfloat16()
+    weight[5] = 0
+    monkeypatch.setattr(fp8, "SEARCHED", 7 * 576)  # in pieces, the last of which is shorter
+    found, plain = fp8.closest_rows(weight), fp8.quantise_rows_reference(weight)
+
+    def errors(rows: fp8.Rows) -> torch.Tensor:
+        return (rows.q.float() * rows.scale - weight.float()).square().sum(1)
+
+    assert (errors(found) <= errors(plain)).all()
+    share = errors(found).div(errors(plain)).nanmean()
+    assert 0.8 < share < 0.97, "e4m3 is a floating-point format: there is little to find, and some"
+    octave = found.scale / plain.scale
+    assert (octave >= 1).all()
+    assert (octave < 2).all()
+    for i in range(fp8.SCALES):  # no other scale of those is better
+        scale = plain.scale * 2.0 ** (i / fp8.SCALES)
+        q = (weight.float() / scale).clamp(-fp8.LARGEST, fp8.LARGEST).to(fp8.DTYPE)
+        assert (errors(found) <= errors(fp8.Rows(q, scale)) * (1 + 1e-6)).all()
+    assert not found.q[5].float().any()
+    weight[7, 3] = float("nan")
+    broken = fp8.closest_rows(weight)
+    assert broken.q[7].float().isnan().any()
+    assert torch.equal(broken.scale[8:], found.scale[8:])
+    assert fp8.closest_rows(weight[:0]).q.shape == (0, 576)
+
+
 def test_columns_are_joined_where_they_lie_side_by_side_and_not_where_one_was_copied(device):
     weights = [torch.randn(n, 32, device=device) for n in (48, 16, 16)]
     joined = fp8.quantise_weights(weights)
