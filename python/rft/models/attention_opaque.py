@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 
 from rft.models.attention_kept import current_pass
 
@@ -74,16 +74,28 @@ class _Call:
         self._tensors: list[Tensor] = []
         """Inputs, then the output, while the backward runs."""
         self.gradients: tuple[Tensor | None, ...] = ()
-        self._edge: Any = None
+        self._d_out: Tensor | None = None
+        self._end: Any = None
+        """An empty tensor behind the output: holds the graph."""
         self._late: list[_Late] = []
 
     def forward(self, run: Run, inputs: tuple[Tensor | None, ...]) -> Tensor:
         given = [t for t in inputs if t is not None]  # query, key, value, and sinks where there are any
-        anchor = torch.zeros((), requires_grad=True)
-        own = weakref.ref(
-            self
-        )  # the graph holds its hooks, and this object the graph: C++ holds one of both, so no collector finds the ring
-        with saved_tensors_hooks(lambda tensor: own()._pack(tensor), lambda late: own()._unpack(late)):
+        anchor = given[0].new_empty(()).requires_grad_()
+        own = weakref.ref(self)
+
+        # The graph holds its hooks, and this object the graph: a ring of which C++ holds a part, so no collector would find it.
+        def pack(tensor: Tensor) -> Any:
+            call = own()
+            assert call is not None
+            return call._pack(tensor)
+
+        def unpack(late: _Late) -> Tensor:
+            call = own()
+            assert call is not None
+            return call._unpack(late)
+
+        with saved_tensors_hooks(pack, unpack):
             # joint projections: which of them a saved tensor lies in could not be told, so each gets memory of its own
             addresses = [t.untyped_storage().data_ptr() for t in given]
             if len(set(addresses)) < len(addresses):
@@ -93,7 +105,7 @@ class _Call:
             parts = iter(_Entry.apply(anchor, self, *given))
             query, key, value = (next(parts) for _ in range(3))
             out = run(query, key, value, next(parts, None))
-        self._edge = get_gradient_edge(out)
+            self._end = _Exit.apply(out, self)
         # what was saved before it was known where the output lies
         self._places[out.untyped_storage().data_ptr()] = (len(given), int(out.storage_offset()))
         self._layouts = [_Layout(tuple(t.shape), t.stride()) for t in (*given, out)]
@@ -104,12 +116,12 @@ class _Call:
         return out.detach()
 
     def backward(self, d_out: Tensor, given: list[Tensor]) -> tuple[Tensor | None, ...]:
-        self._tensors = [_laid_out(t, layout) for t, layout in zip(given, self._layouts, strict=True)]
+        self._tensors, self._d_out = given, d_out
         try:
-            torch.autograd.backward([self._edge], [d_out], retain_graph=True)
+            torch.autograd.backward(self._end, torch.empty_like(self._end), retain_graph=True)
             return self.gradients
         finally:
-            self._tensors, self.gradients = [], ()
+            self._tensors, self._d_out, self.gradients = [], None, ()
 
     def _note(self, given: list[Tensor]) -> None:
         for number, t in enumerate(given):
@@ -135,7 +147,7 @@ class _Call:
         held = late.held
         if not isinstance(held, _View):
             return self._outer[1](held)
-        whole = self._tensors[held.number]
+        whole = _laid_out(self._tensors[held.number], self._layouts[held.number])
         return whole.as_strided(held.size, held.stride, int(whole.storage_offset()) + held.offset)
 
     def packed(self, tensor: Tensor) -> Any:
@@ -169,6 +181,19 @@ class _Entry(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:  # type: ignore[override]
         ctx.call().gradients = gradients
         return (None, None, *([None] * len(gradients)))
+
+
+class _Exit(torch.autograd.Function):
+    """Where the backward begins, with the gradient that the call was given."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, call: _Call) -> Tensor:
+        ctx.call = weakref.ref(call)
+        return out.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return ctx.call()._d_out, None
 
 
 def _laid_out(tensor: Tensor, layout: _Layout) -> Tensor:
