@@ -95,6 +95,8 @@ class Setting:
     """All layers, an eighth as wide, on an eighth of the tokens: so little for the device that a step takes what the host takes."""
     cuda_graph: bool = False
     """rft launches forward and backward as one graph."""
+    compile: bool = False
+    """rft compiles its decoder layers."""
 
     @property
     def device(self) -> str:
@@ -172,6 +174,7 @@ def build_rft(setting: Setting) -> tuple[Step, dict[str, Any]]:
     from rft.memory.recompute import apply_recompute
     from rft.models.attention import Needs, choose_backend, install_attention, register
     from rft.models.backbone import Backbone, decoder_layers
+    from rft.models.compiled import CompiledLayers
     from rft.models.decoder_layer import readers_of_one_input
     from rft.models.describe import describe
     from rft.models.head import Head, auto_chunk_rows
@@ -205,6 +208,7 @@ def build_rft(setting: Setting) -> tuple[Step, dict[str, Any]]:
     rows = auto_chunk_rows(device.type, facts.vocab_size, kernels=True, head_trained=case.adapter == "none")
     packs, recompute = (1, "none") if not case.defaults else planned(setting, facts, rows)
     apply_recompute(layers, recompute)
+    compiled = CompiledLayers(layers, state) if setting.compile else None
     head = Head(model, chunk_rows=rows, kernels=True)
     trainee = Trainee(model, Backbone(model, state), head, SftLoss())
     fill_on_device(model, device)
@@ -221,6 +225,8 @@ def build_rft(setting: Setting) -> tuple[Step, dict[str, Any]]:
     batch = packed(setting.lengths(), packs, config.vocab_size).to(device)
     trainee.train()
     told: list[str] = []
+    if compiled is not None:
+        compiled.tell = lambda c: told.append(f"{c.count}/{len(layers)} compiled, {c.describe()} {c.declined or ''}")
     graphs = None
     if setting.cuda_graph:
         graphs = MicroBatchGraphs(
@@ -239,6 +245,8 @@ def build_rft(setting: Setting) -> tuple[Step, dict[str, Any]]:
 
     applied = {a.what: f"{a.count}/{a.of}" for a in receipts.applied}
     facts_told = {"attention": backend, "packs": packs, "recompute": recompute, "swap_seconds": swap_seconds, **applied}
+    if setting.compile:
+        facts_told["compiled"] = told
     return step, facts_told | ({"cuda graph": told} if setting.cuda_graph else {})
 
 
@@ -549,7 +557,7 @@ def command_of(case: Case, system: str, args: argparse.Namespace, answer: Path) 
     return [
         sys.executable, "-P", __file__, "--child", case.name, system, "--answer", str(answer), "--attention", args.attention,
         *(["--tiny"] if args.tiny else []), *(["--profile"] if args.profile else []), *(["--narrow"] if args.narrow else []),
-        *(["--cuda-graph"] if args.cuda_graph else []),
+        *(["--cuda-graph"] if args.cuda_graph else []), *(["--compile"] if args.compile else []),
     ]  # fmt: skip
 
 
@@ -610,6 +618,7 @@ def main() -> int:
     parser.add_argument(
         "--cuda-graph", action="store_true", help="rft with train.cuda_graph (result lines of their own)"
     )
+    parser.add_argument("--compile", action="store_true", help="rft with train.compile (result lines of their own)")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes on the CPU: does every line run")
     parser.add_argument("--seconds", type=float, default=3600, help="limit for all of it")
     parser.add_argument("--part-seconds", type=float, default=150, help="limit for one case of one system")
@@ -621,7 +630,7 @@ def main() -> int:
     parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        setting = Setting(CASES[args.child[0]], args.tiny, args.attention, args.narrow, args.cuda_graph)
+        setting = Setting(CASES[args.child[0]], args.tiny, args.attention, args.narrow, args.cuda_graph, args.compile)
         args.answer.write_text(json.dumps(measure(setting, args.child[1], args.profile)))
         return 0
     if args.page:
@@ -659,6 +668,8 @@ def main() -> int:
             for case in cases:
                 if args.cuda_graph and system == "rft":
                     case = replace(case, name=f"{case.name}/cuda-graph")
+                if args.compile and system == "rft":
+                    case = replace(case, name=f"{case.name}/compile")
                 report(results, case, system, found)
     return int(failed)
 

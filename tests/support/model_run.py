@@ -22,6 +22,7 @@ from rft.training.setup import (
     build_trainee,
     inspect_job,
     seed_everything,
+    tell_compiled,
 )
 from rft.training.state import TrainState
 from support.stub_run import StubLoader, join, pack
@@ -136,4 +137,6 @@ def model_run(
     )
     if job.config.train.cuda_graph:
         run.graphs = build_graphs(job, run)
+    if job.config.train.compile:
+        tell_compiled(job, run)
     return run

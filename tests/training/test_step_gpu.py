@@ -140,3 +140,30 @@ def test_a_graph_of_the_micro_batch_trains_as_launches_do(
     assert losses[1] == pytest.approx(losses[0], rel=2e-3)
     for name, end in ends[0].items():
         assert relative_error(ends[1][name], end) < 1e-2, name
+
+
+@pytest.mark.parametrize("attention", ["auto", "varlen", "sdpa"])
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("adapter", ["lora", "none"])
+def test_compiled_layers_train_as_the_layers_do(
+    model_dir: Path, tmp_path: Path, adapter: str, recompute: str, attention: str
+):
+    """Every kernel inside; packs of one length and of different numbers of documents share their graphs."""
+    packs = on_gpu([p for n in (3, 8, 5, 4) for p in random_packs(2, seq_len=512, documents=n, seed=n)])
+    ends, losses = [], []
+    for compile in (False, True):
+        run = build(
+            model_dir, tmp_path / str(compile), packs, adapter={"name": adapter}, memory={"recompute": recompute},
+            train={"compile": compile, "accumulate": 2}, model={"path": str(model_dir), "attention": attention},
+        )  # fmt: skip
+        losses.append([float(sum(train_step(run, packs[i : i + 2]).terms.values())) for i in range(0, len(packs), 2)])
+        ends.append({name: master.clone() for name, master in run.optimizer.named_masters().items()})
+    torch.use_deterministic_algorithms(False)
+    assert not [d for d in run.receipts["declined"] if d["what"] == "compiled layers"], run.receipts["declined"]
+    (receipt,) = (a for a in run.receipts["applied"] if a["what"] == "compiled layers")
+    assert receipt["count"] == receipt["of"]
+    assert run.trainee.compiled.graphs == (2 if adapter == "lora" else 1), receipt
+    assert max(receipt["checked"].values()) < 2e-2
+    assert losses[1] == pytest.approx(losses[0], rel=2e-3)
+    for name, end in ends[0].items():
+        assert relative_error(ends[1][name], end) < 1e-2, name

@@ -45,6 +45,8 @@ class TrainConfig(Table):
     """Bit-equal repeats on CUDA. auto: on for short packed documents, where it costs under 2 %. A CPU is always deterministic."""
     cuda_graph: bool = False
     """Launch forward and backward of a micro-batch as one CUDA graph: for models, or packs, so small that the host's launches take the time."""
+    compile: bool = False
+    """Compile each decoder layer with `torch.compile`, as one graph around attention and kernels. Costs up to a minute at the start, and pays where layers hold much that no kernel of ours serves."""
     early_stop: EarlyStopConfig | None = None
     """Stop when the held-out loss stops falling."""
     on_oom: Literal["fail", "replan"] = "fail"

@@ -8,7 +8,7 @@ mask falls back to the state that its module carries. Shapes: B batch, H heads, 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from rft.errors import Refused
 from rft.models import attention_backends as backends
 from rft.models import attention_fast as fast
 from rft.models.attention_kept import keep
+from rft.models.attention_opaque import Attend, Run, opaque_attention
 from rft.models.documents import DocumentMask, Documents, Needs, PackedBatch
 
 NAME = "rft"
@@ -164,6 +165,14 @@ def attention(
         )
     if is_causal is False:
         raise Refused(type(module).__name__, "its attention is not causal", wanted="a decoder")
+    if torch.compiler.is_compiling():  # the documents, and whose they are, are found when the op runs
+        scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+        query, key, value = _compute_type(query, key, value)
+        dropout = dropout if module.training else 0.0
+        out = opaque_attention(
+            query, key, value, s_aux, scale=scale, dropout=dropout, softcap=softcap, window=sliding_window
+        )
+        return out, None
     state: AttentionState | None = module.__dict__.get("rft_attention")
     recorder: list | None = getattr(_current, "recorder", None)
     if recorder is not None:
@@ -174,8 +183,25 @@ def attention(
     mask = _mask_of(module, state, attention_mask)
     if not isinstance(mask, DocumentMask):
         return backends.dense(inputs, mask).transpose(1, 2).contiguous(), None
+    call = _prepared(type(module).__name__, state, inputs, mask, sliding_window)
+    if why_not_kept(_backend_of(state), inputs.dropout):
+        out = call(inputs)
+    else:
+        out = keep(lambda: call(inputs), (inputs.query, inputs.key, inputs.value))
+    return out.transpose(1, 2).contiguous(), None  # models view it as [1, T, hidden]
+
+
+def _backend_of(state: AttentionState | None) -> str:
+    return state.backend if state is not None else "math"
+
+
+def _prepared(
+    name: str, state: AttentionState | None, inputs: backends.Inputs, mask: DocumentMask, sliding_window: int | None
+) -> Callable[[backends.Inputs], Tensor]:
+    """The backend over the mask's documents, once the call was found to be one that it can serve. name: of the module, for errors."""
+    query = inputs.query
     if query.shape[0] != 1:
-        raise Refused(type(module).__name__, f"got {query.shape[0]} rows in one batch", wanted="one packed row")
+        raise Refused(name, f"got {query.shape[0]} rows in one batch", wanted="one packed row")
     windows = [w for w in (sliding_window, mask.window) if w is not None]
     window = min(windows) if windows else None
     if state is not None:
@@ -184,17 +210,31 @@ def attention(
     documents = mask.documents if mask.chunk is None else mask.documents.chunked(mask.chunk)
     if documents.tokens != query.shape[2]:
         raise Refused(
-            type(module).__name__,
+            name,
             f"got {query.shape[2]} tokens for documents of {documents.tokens}",
             wanted="the whole packed row in each layer",
         )
-    name = state.backend if state is not None else "math"
-    call = backends.BACKENDS.get(name) or fast.BACKENDS[name]
-    if why_not_kept(name, inputs.dropout):
-        out = call(inputs, documents, window)
-    else:
-        out = keep(lambda: call(inputs, documents, window), (inputs.query, inputs.key, inputs.value))
-    return out.transpose(1, 2).contiguous(), None  # models view it as [1, T, hidden]
+    backend = _backend_of(state)
+    call = backends.BACKENDS.get(backend) or fast.BACKENDS[backend]
+    return lambda inputs: call(inputs, documents, window)
+
+
+def attending(name: str, state: AttentionState | None, mask: DocumentMask) -> Attend:
+    """What `attention_opaque.handed_over` takes: attention over the mask's documents. name: of the layer, for errors."""
+
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, scale: float, dropout: float, softcap: float | None,
+        window: int | None,
+    ) -> tuple[Run, bool]:  # fmt: skip
+        call = _prepared(name, state, backends.Inputs(query, key, value, scale, dropout, softcap, sinks), mask, window)
+
+        def run(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
+            inputs = backends.Inputs(query, key, value, scale, dropout, softcap, sinks)
+            return call(inputs).transpose(1, 2).contiguous()
+
+        return run, why_not_kept(_backend_of(state), dropout) is None
+
+    return attend
 
 
 def why_not_kept(backend: str, dropout: float) -> str | None:

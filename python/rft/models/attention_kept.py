@@ -9,7 +9,8 @@ hands them over.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import local
 from typing import Any, NamedTuple
@@ -73,6 +74,22 @@ class _Pass:
 
     def __exit__(self, *_: object) -> None:
         _current.state = self._outer
+
+
+def current_pass() -> tuple[KeptAttention | None, Any]:
+    """(what the running layer keeps, numbers of the outputs that are handed back or None in the first pass); (None, None) outside of one."""
+    return getattr(_current, "state", None) or (None, None)
+
+
+@contextmanager
+def outside() -> Iterator[None]:
+    """Inside, nothing is kept: for calls beside those that the layer itself makes."""
+    outer = getattr(_current, "state", None)
+    _current.state = None
+    try:
+        yield
+    finally:
+        _current.state = outer
 
 
 def keep(call: Callable[[], Tensor], inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:

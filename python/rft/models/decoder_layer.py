@@ -54,7 +54,7 @@ class _Normed(NamedTuple):
 
 def _forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     plan: Plan = self.rft_plan
-    kwargs.update(zip(_names_behind_first(type(self).rft_original), args, strict=False))
+    kwargs.update(zip(names_behind_first(type(self).rft_original), args, strict=False))
     attention, mlp = child(self, plan.attention), child(self, plan.mlp)
     first, hidden_states = _norm(child(self, plan.before_attention), hidden_states, attention)
     if first.rows is not None:
@@ -118,7 +118,7 @@ def _add_norm(norm: Any, x: Tensor, residual: Tensor, reader: nn.Module) -> tupl
 
 
 @cache
-def _names_behind_first(kind: Any) -> tuple[str, ...]:
+def names_behind_first(kind: Any) -> tuple[str, ...]:
     """Names of the parameters of a layer's own forward behind self and the hidden states."""
     return tuple(inspect.signature(kind.forward).parameters)[2:]
 

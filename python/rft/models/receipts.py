@@ -44,5 +44,10 @@ class Receipts:
     def decline(self, what: str, count: int, why: str) -> None:
         self.declined.append(Declined(what, count, why))
 
+    def forget(self, what: str) -> None:
+        """Take back what was said of it: something else is true now."""
+        self.applied = [entry for entry in self.applied if entry.what != what]
+        self.declined = [entry for entry in self.declined if entry.what != what]
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -29,9 +29,10 @@ from rft.losses import SftLoss
 from rft.memory import planner
 from rft.memory.recompute import why_not as why_no_recompute
 from rft.memory.weights import WeightStream
-from rft.models.attention import choose_backend, install_attention
+from rft.models.attention import NAME, AttentionState, choose_backend, install_attention
 from rft.models.aux_loss import RouterLoss
 from rft.models.backbone import Backbone, decoder_layers
+from rft.models.compiled import CompiledLayers
 from rft.models.describe import describe
 from rft.models.head import KERNEL_ALLOWED, Head, auto_chunk_rows, compare_kernel
 from rft.models.load import build_meta, find_model, materialise
@@ -72,6 +73,7 @@ from rft.training.signals import Signals
 from rft.training.state import TrainState, resume_state
 from rft.training.trackers import check_trackers
 from rft.training.trainee import Trainee
+from rft.words import counted
 
 
 def inspect_job(config: Config, world: World, *, kernels: bool | None = None) -> Job:
@@ -257,6 +259,8 @@ def build_run(job: Job, run_dir: Path, checkpoint: Checkpoint | None) -> Run:
     )
     if config.train.cuda_graph:
         run.graphs = build_graphs(job, run)
+    if config.train.compile:
+        tell_compiled(job, run)
     seed_everything(
         config.train.seed + job.world.rank
     )  # dropout differs by rank, and does not depend on how weights were read
@@ -309,6 +313,52 @@ def build_graphs(job: Job, run: Run) -> MicroBatchGraphs:
     return MicroBatchGraphs(run.trainee, trained, run.losses.terms, run.device, tell, compare=not drops)
 
 
+def compile_layers(job: Job, layers: list[torch.nn.Module], attention: AttentionState) -> CompiledLayers:
+    """The layers compiled when they are first called. Raises Refused where none can be; what only shows then is told by a receipt."""
+    config = job.config
+    job.receipts.ask("compiled layers")
+    if job.probed.attention != NAME:
+        raise Refused(
+            "train.compile = true",
+            "this model does not take its attention from a registry, so it cannot be an op of its graphs",
+            do="set train.compile = false",
+        )
+    if config.model.attention == "flex":
+        raise Refused(
+            "train.compile = true",
+            "attention is FlexAttention here, which is compiled itself, and torch does not compile inside an op",
+            do="set train.compile = false, or another model.attention",
+        )
+    drops = isinstance(config.adapter, LoraConfig) and config.adapter.dropout > 0
+    compiled = CompiledLayers(layers, attention, compare=not (drops or job.probed.needs.dropout))
+    if not compiled.count:
+        raise Refused("train.compile = true", next(iter(compiled.declined)), do="set train.compile = false")
+    return compiled
+
+
+def tell_compiled(job: Job, run: Run) -> None:
+    """Receipts of compiled layers: once the first forward in training has settled each of them, and again where that changes."""
+    what = "compiled layers"
+
+    def tell(compiled: CompiledLayers) -> None:
+        first = not any(entry.what == what for entry in job.receipts.applied)
+        declined_before = {d.why for d in job.receipts.declined if d.what == what}
+        job.receipts.forget(what)
+        if compiled.count:
+            job.receipts.apply(what, compiled.count, len(compiled.layers), compiled.describe(), compiled.checked)
+            say = log.say if first else log.detail
+            say("compiled", f"{compiled.count} of {len(compiled.layers)} layers, {compiled.describe()}")
+        for why, count in compiled.declined.items():
+            job.receipts.decline(what, count, why)
+            if why not in declined_before:
+                log.warn(f"{counted(count, 'decoder layer')} not compiled: {why}")
+        run.receipts = job.receipts.to_json()
+        if run.is_main and run.prepared is not None:
+            write_run_files(run)
+
+    run.trainee.compiled.tell = tell  # type: ignore[union-attr]
+
+
 def refuse_many_updates(job: Job, packs_per_step: int) -> None:
     """`optim.in_backward` applies a gradient as soon as a backward brings it: a step may have one backward only."""
     micro_batch = job.config.train.micro_batch
@@ -339,6 +389,9 @@ def build_trainee(job: Job, run_dir: Path | None = None) -> Trainee:
     layers = list(decoder_layers(model))
     weights = weights_on_host(job, trainee, layers)
     save_memory(job, trainee, layers, run_dir)
+    if config.train.compile:
+        # a plain attribute, as the others: no submodule. Within checkpointing and offloading, and before anything shards
+        object.__setattr__(trainee, "compiled", compile_layers(job, layers, attention))
     mixed = job.compute_dtype if job.compute_dtype != job.master_dtype else None
     parallelize(trainee, world, job.mode, layers=layers, compute_dtype=mixed)  # type: ignore[arg-type]
     if job.mode != "none":
