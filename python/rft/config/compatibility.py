@@ -297,6 +297,14 @@ RULES: tuple[Rule, ...] = (
         {"train": {"compile": True}, "memory": {"offload_weights": "cpu"}},
     ),
     Rule(
+        "compiled layers over weights in fewer bits",
+        ("train.compile", "model.base_weights"),
+        lambda c: c.train.compile and c.model.base_weights != "bf16",
+        "takes no tensor that linears share, as the buffer is into which weights in fewer bits are dequantised, and what FP8 ones are joined in",
+        'set model.base_weights = "bf16", or leave out train.compile',
+        {"train": {"compile": True}, "model": {"base_weights": "nf4"}},
+    ),
+    Rule(
         "compiled layers of a plan that may change",
         ("train.compile", "train.on_oom"),
         lambda c: c.train.compile and c.train.on_oom == "replan",

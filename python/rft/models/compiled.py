@@ -128,9 +128,8 @@ class CompiledLayers:
         training = layer.training and torch.is_grad_enabled()
         if training and known.why_not is None and not isinstance(mask, DocumentMask):
             known.why_not = "no documents reach it"
-        if known.why_not is not None or not isinstance(
-            mask, DocumentMask
-        ):  # without documents: generation, stock calls
+        # without documents: generation, stock calls; not compared: the evaluation before the first step
+        if known.why_not is not None or not isinstance(mask, DocumentMask) or not (training or known.compared):
             out = eager(layer, hidden_states, **kwargs)
             if training and layer is self.layers[-1]:
                 self._tell()
@@ -146,13 +145,12 @@ class CompiledLayers:
         try:
             if training and not known.compared:
                 known.compared = True
-                if self.compare:
-                    known.why_not = self._differs(layer, hidden_states, lambda x: eager(layer, x, **kwargs), compiled)
+                known.why_not = self._fails(layer, hidden_states, lambda x: eager(layer, x, **kwargs), compiled)
             out = eager(layer, hidden_states, **kwargs) if known.why_not is not None else compiled(hidden_states)
         except TorchDynamoException as error:  # raised while a graph is made: nothing of the layer has run yet
             known.why_not = f"it cannot be compiled whole: {_first_line(error)}"
             out = eager(layer, hidden_states, **kwargs)
-        if training and layer is self.layers[-1]:
+        if layer is self.layers[-1]:
             self._tell()
         return out
 
@@ -163,14 +161,23 @@ class CompiledLayers:
             self.seconds += time.perf_counter() - began
         return out
 
-    def _differs(
+    def _fails(
         self, layer: nn.Module, hidden_states: Tensor, eager: Callable[[Tensor], Any], compiled: Callable[[Tensor], Any]
     ) -> str | None:
         """Why the compiled layer may not stand in for it, or None."""
         calls = self.state.calls
-        with _aside(hidden_states.device):
-            truth, own = (_out_and_gradients(layer, call, hidden_states) for call in (eager, compiled))
-        self.state.calls = calls
+        try:
+            with _aside(hidden_states.device):
+                truth, own = (_out_and_gradients(layer, call, hidden_states) for call in (eager, compiled))
+        except (torch.OutOfMemoryError, TorchDynamoException):
+            raise
+        except RuntimeError as raised:
+            # whatever generated code says; where it is the layer's own, its forward says it again
+            return f"compiled, it fails: {_first_line(raised)}"
+        finally:
+            self.state.calls = calls
+        if not self.compare:
+            return None
         allowed = ALLOWED[hidden_states.dtype]
         for name, value in truth.items():
             error = relative_error(own[name], value)

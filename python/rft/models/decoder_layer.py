@@ -54,7 +54,8 @@ class _Normed(NamedTuple):
 
 def _forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     plan: Plan = self.rft_plan
-    kwargs.update(zip(names_behind_first(type(self).rft_original), args, strict=False))
+    if args:
+        kwargs.update(zip(names_behind_first(type(self).rft_original), args, strict=False))
     attention, mlp = child(self, plan.attention), child(self, plan.mlp)
     first, hidden_states = _norm(child(self, plan.before_attention), hidden_states, attention)
     if first.rows is not None:
