@@ -235,7 +235,8 @@ def _out_and_gradients(layer: nn.Module, call: Callable[[Tensor], Any], hidden_s
 
 def _first_line(error: BaseException) -> str:
     said = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {said[0] if said else ''}"[:200]
+    more = [line for line in said if line.startswith("Explanation:")]  # the first line is a heading then
+    return f"{type(error).__name__}: {' '.join([*said[:1], *more[:1]])}"[:300]
 
 
 def _without_checkpointing(forward: Any) -> Any:

@@ -23,7 +23,10 @@ from rft.quant.fp8 import Fp8Linear
 def is_lora(module: nn.Module) -> bool:
     """A linear that PEFT has wrapped for LoRA."""
     children = module._modules  # asked of every linear in every forward
-    return "lora_A" in children and "base_layer" in children and not children.get("lora_embedding_A")
+    if "lora_A" not in children or "base_layer" not in children:
+        return False
+    embedding = children.get("lora_embedding_A")
+    return embedding is None or len(embedding) == 0  # type: ignore[arg-type]  # spelt out: torch 2.11 cannot trace its truth
 
 
 def why_not_fused(module: nn.Module) -> str | None:
