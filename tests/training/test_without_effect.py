@@ -84,6 +84,7 @@ ALWAYS = {
     "train.seed": "everything random",
     "train.max_grad_norm": "refused with updates in backward",
     "train.cuda_graph": "refused, or declined with a receipt and a warning",
+    "train.compile": "refused, or declined with a receipt and a warning",
     "train.on_oom": "a step that runs out of memory; refused with several processes",
     "train.out": "the run directory",
 }
