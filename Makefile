@@ -39,7 +39,7 @@ test-python: $(STAMPS)/dev $(STAMPS)/smollm2 ## pytest without the slow and the 
 	$(BIN)/pytest -q $(PYTEST_ARGS)
 
 slow: $(STAMPS)/dev $(STAMPS)/smollm2 ## the tests that take minutes (needs Chromium for the report)
-	$(BIN)/pytest -q -m 'slow and not gpu and not multi_gpu'
+	$(BIN)/pytest -q $(PYTEST_ARGS) -m 'slow and not gpu and not multi_gpu'
 
 # cargo-fuzz with AddressSanitizer; the flags are there in a stable toolchain too, behind RUSTC_BOOTSTRAP. What is found new
 # goes to target/fuzz/corpus, what fails to rust/rft-core/fuzz/artifacts. Needs a C++ compiler.
