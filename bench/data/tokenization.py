@@ -7,7 +7,7 @@ FOLDER of corpora: <name>.txt of bench/data/corpora.py. FOLDER of tokenizers: <n
 PYTHON: interpreters of environments that hold peers (`pip install gigatoken fastokens`; `pip install tokenizers==1.0.0rc3` in one
 of its own); each peer runs in the first that has it. Every figure is one fresh process pinned to its cores, cold: the first
 half of the corpus, after 20 short documents. Systems take turns, `--repeats` times; so do the tokenizers of a corpus, since
-their rates are compared with each other too. `.../2-cores` cases are wall clock: run them on an idle machine (`--threads 2`).
+their rates are compared with each other too. `.../2-cores` cases are wall clock: run them on an idle machine (`--threads 2`); "gain" is over one thread on one core, by turns.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -88,6 +89,7 @@ def child(system: str, tokenizer: Path, corpus: Path, threads: int) -> None:
 
 def measure(python: str, system: str, tokenizer: Path, corpus: Path, threads: int) -> dict[str, float]:
     env = dict(os.environ, RAYON_NUM_THREADS=str(threads), OMP_NUM_THREADS=str(threads), TOKENIZERS_PARALLELISM="true")
+    env["OPENBLAS_NUM_THREADS"] = "1"  # numpy's workers spin for 0.1 s after the import, on a core that is measured
     command = [python, __file__, "--child", system, str(tokenizer), str(corpus), str(threads)]
     cores = sorted(os.sched_getaffinity(0))[:threads]
     done = subprocess.run(
@@ -149,6 +151,7 @@ def main() -> None:
         absent = {system: "no environment of --peers has it" for system in PEERS if system not in systems}
         errors = {name: dict(absent) for name in files}
         runs: dict[str, dict[str, list[dict[str, float]]]] = {name: {each: [] for each in systems} for name in files}
+        alone: dict[str, list[dict[str, float]]] = {name: [] for name in files}
         for _ in range(args.repeats):
             for name, file in files.items():
                 for system in systems:
@@ -157,6 +160,8 @@ def main() -> None:
                     try:
                         text = args.corpora / f"{corpus}.txt"
                         runs[name][system].append(measure(systems[system], system, file, text, args.threads))
+                        if system == "rft" and args.threads > 1:
+                            alone[name].append(measure(systems[system], system, file, text, 1))
                     except RuntimeError as error:
                         errors[name][system] = str(error)
         for name in files:
@@ -170,6 +175,9 @@ def main() -> None:
                 if system == "rft":
                     results.add(case, system, "load_seconds", [run["load"] for run in made])
                     results.add(case, system, "peak_rss_mib", [run["peak"] for run in made])
+                    if alone[name]:
+                        one, many = (statistics.median(run["wall"] for run in each) for each in (alone[name], made))
+                        results.add(case, system, "gain", many / one)
 
 
 if __name__ == "__main__":
