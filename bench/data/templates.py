@@ -173,26 +173,31 @@ def judge(
 ) -> list[str]:
     """What is wrong with a document's spans."""
     faults = []
+    written: list[dict[str, Any]] | None = None
     if documents == 1:
-        rendered = by_transformers(source, {"messages": chat}, False)
-        if rendered is None or rendered[0] != text:
-            return ["its text is not that of transformers"]
+        # templates for images and text write a content only where it is a list of parts, and nothing for a string
+        parts = [m | {"content": [{"type": "text", "text": m["content"]}]} for m in chat]
+        given = [(form, by_transformers(source, {"messages": form}, False)) for form in (chat, parts)]
+        written, rendered = next(((form, r) for form, r in given if r is not None and r[0] == text), (None, None))
+        if written is None or rendered is None:
+            return ["its text is not that of transformers, whether contents are strings or lists of parts"]
         if rendered[1]:  # the template's own tags decide
             return [] if rendered[1] == [tuple(span) for span in spans] else ["its spans are not the template's"]
     trained = "".join(text[start:end] for start, end in spans)
     for index, message in enumerate(chat):
         content = message["content"]
         if documents == 1 and message["role"] == "assistant":
+            assert written is not None
             at = text.find(content)
             span = next(((start, end) for start, end in spans if start <= at and at + len(content) <= end), None)
             if at < 0 or span is None:
                 faults.append(f"{content!r} is not trained whole")
                 continue
-            before = by_transformers(source, {"messages": chat[:index]}, True)
+            before = by_transformers(source, {"messages": written[:index]}, True)
             if before and text.startswith(before[0]) and span[0] < len(before[0]):
                 faults.append(f"what stands before {content!r} is trained: {text[span[0] : at]!r}")
             token = END.match(text, at + len(content))
-            if token and token.end() > span[1] and not in_next_header(source, chat, index, token.group(1)):
+            if token and token.end() > span[1] and not in_next_header(source, written, index, token.group(1)):
                 faults.append(f"{token.group()!r} behind {content!r} is not trained")
         elif message["role"] != "assistant" and content in trained:
             faults.append(f"{content!r} is trained")
